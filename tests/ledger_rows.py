@@ -1,7 +1,9 @@
 """Rows of ledgers for tests."""
 
-from undula.state.events import LossEvent
-from undula.state.ledger import Ledger, RowWriter, decode_events, read_ledger
+from collections.abc import Iterable
+
+from undula.state.events import LossEvent, StartEvent
+from undula.state.ledger import Ledger, LedgerWriter, RowWriter, decode_events, read_ledger
 from undula.state.ledger_files import EVENTS, STEPS
 from undula.state.records import StepRow
 from undula.storage import Store
@@ -12,6 +14,22 @@ def step_row(attempt: int, step: int) -> StepRow:
         attempt=attempt, step=step, epoch=0, samples=4 * (step + 1), step_samples=4, world_size=1, loss=1.0, lr=0.1,
         data_s=0.0, compute_s=0.1, communication_s=0.0, other_s=0.0, sample_digest=2**64 - 1, time=0.0,
     )  # fmt: skip
+
+
+def write_attempt(store: Store, attempt: int, steps: Iterable[int], start: StartEvent | None = None) -> None:
+    """Write the rows of an attempt, whose writer is then closed."""
+    writer = LedgerWriter(store, attempt)
+    if start:
+        writer.event(start)
+    for step in steps:
+        writer.step(step_row(attempt, step))
+    writer.close()
+
+
+def write_two_attempts(store: Store) -> None:
+    """Write the steps 0 to 4 of attempt 1, and 3 to 7 of attempt 2."""
+    for attempt, first in ((1, 0), (2, 3)):
+        write_attempt(store, attempt, range(first, first + 5), StartEvent(1, attempt, step=first))
 
 
 class Rows:

@@ -91,6 +91,11 @@ class UsageError(UndulaError):
     """A script uses the API wrongly or asks for something that no engine supports. Another attempt would fail too."""
 
 
+def one_line(error: Exception) -> str:
+    """Return the message of an error without line breaks; the name of its class if it has no message."""
+    return " ".join(str(error).split()) or type(error).__name__
+
+
 @contextmanager
 def needs_extra(name: str) -> Iterator[None]:
     """Import modules of an optional dependency in this block.

@@ -1,18 +1,16 @@
 """The LAMB optimizer: algorithm 2 of You et al. 2020, arXiv:1904.00962."""
 
-from collections.abc import Callable
 from math import sqrt
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
 
-from undula.optim.layerwise import batches, local, norms
+from undula.optim.layerwise import LayerwiseOptimizer, local, norms
 
 
-class Lamb(Optimizer):
+class Lamb(LayerwiseOptimizer):
     """Adam with the update of each matrix scaled to the norm of the matrix.
 
     With the bias-corrected averages m of the gradient and v of its square, the update of a parameter x is
@@ -41,18 +39,7 @@ class Lamb(Optimizer):
     ):
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
 
-    @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        for group in self.param_groups:
-            for params in batches(group["params"], "LAMB"):
-                self._update(params, group)
-        return loss
-
-    def _update(self, params: list[Tensor], group: dict[str, Any]) -> None:
+    def update(self, params: list[Tensor], group: dict[str, Any]) -> None:
         beta1, beta2 = group["betas"]
         grads = [parameter.grad for parameter in params if parameter.grad is not None]
         states = [self._initialized_state(parameter) for parameter in params]

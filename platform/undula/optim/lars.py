@@ -1,17 +1,15 @@
 """The LARS optimizer: algorithm 1 of You et al. 2017, arXiv:1708.03888."""
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
 
-from undula.optim.layerwise import batches, local, norms
+from undula.optim.layerwise import LayerwiseOptimizer, local, norms
 
 
-class LARS(Optimizer):
+class LARS(LayerwiseOptimizer):
     """SGD with momentum and with the gradient of each matrix scaled by the norms of the matrix and of the gradient.
 
     The update of a parameter x with the gradient g and the momentum buffer b is
@@ -46,18 +44,7 @@ class LARS(Optimizer):
         settings = {"weight_decay": weight_decay, "trust_coefficient": trust_coefficient, "nesterov": nesterov}
         super().__init__(params, {"lr": lr, "momentum": momentum, **settings})
 
-    @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        for group in self.param_groups:
-            for params in batches(group["params"], "LARS"):
-                self._update(params, group)
-        return loss
-
-    def _update(self, params: list[Tensor], group: dict[str, Any]) -> None:
+    def update(self, params: list[Tensor], group: dict[str, Any]) -> None:
         momentum, weight_decay = group["momentum"], group["weight_decay"]
         grads = [parameter.grad for parameter in params if parameter.grad is not None]
         local_params, updates = local(params), local(grads)

@@ -1,12 +1,34 @@
-"""Functions that LARS and LAMB share: batches of parameters, norms of whole tensors, and the check for sparse gradients."""
+"""What LARS and LAMB share: steps on batches of parameters, norms of whole tensors, and the check for sparse gradients."""
 
-from collections.abc import Iterable, Sequence
+from abc import abstractmethod
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
 
 from undula.errors import RunError
+
+
+class LayerwiseOptimizer(Optimizer):
+    """Optimizer that updates batches of parameters of one kind."""
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            for params in batches(group["params"], type(self).__name__.upper()):
+                self.update(params, group)
+        return loss
+
+    @abstractmethod
+    def update(self, params: list[Tensor], group: dict[str, Any]) -> None:
+        """Update a batch of parameters, given the settings of its parameter group."""
 
 
 def batches(params: Iterable[Tensor], optimizer: str) -> list[list[Tensor]]:
@@ -18,7 +40,7 @@ def batches(params: Iterable[Tensor], optimizer: str) -> list[list[Tensor]]:
     Raises:
         RunError: A gradient is sparse.
     """
-    found: dict[object, list[Tensor]] = {}
+    by_kind: dict[object, list[Tensor]] = {}
     for parameter in params:
         if parameter.grad is None:
             continue
@@ -28,8 +50,8 @@ def batches(params: Iterable[Tensor], optimizer: str) -> list[list[Tensor]]:
             )
         mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
         key = (parameter.device, parameter.dtype, mesh, parameter.ndim > 1)
-        found.setdefault(key, []).append(parameter)
-    return list(found.values())
+        by_kind.setdefault(key, []).append(parameter)
+    return list(by_kind.values())
 
 
 def norms(tensors: Sequence[Tensor]) -> Tensor:
@@ -39,8 +61,8 @@ def norms(tensors: Sequence[Tensor]) -> Tensor:
     bfloat16 has only eight bits.
     """
     dtype = torch.float32 if tensors[0].dtype in (torch.bfloat16, torch.float16) else None
-    found = torch.stack(torch._foreach_norm(list(tensors), 2, dtype=dtype))
-    return found.full_tensor() if isinstance(found, DTensor) else found
+    of_all = torch.stack(torch._foreach_norm(list(tensors), 2, dtype=dtype))
+    return of_all.full_tensor() if isinstance(of_all, DTensor) else of_all
 
 
 def local(tensors: Iterable[Tensor]) -> list[Tensor]:

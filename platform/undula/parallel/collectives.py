@@ -74,8 +74,3 @@ def require_begun_collectives(expected: int, work: str, instead: str) -> None:
 def as_bytes(tensor: Tensor) -> Tensor:
     """Return the bytes of a contiguous tensor, because gloo can only send some dtypes."""
     return tensor.view(-1).view(torch.uint8)
-
-
-def as_real(tensor: Tensor) -> Tensor:
-    """Return a complex tensor as real numbers with one more dimension, because some backends cannot sum it; any other tensor unchanged."""
-    return torch.view_as_real(tensor) if tensor.is_complex() else tensor

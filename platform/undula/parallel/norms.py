@@ -5,7 +5,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor, nn
 
-from undula.state.pieces import is_sharded_tensor
+from undula.state.pieces import as_real, is_sharded_tensor
 
 
 def gradient_norm(parameters: Iterable[nn.Parameter]) -> Tensor:
@@ -40,8 +40,7 @@ def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float, norm: Te
 
 def real_values(gradient: Tensor) -> Tensor:
     """Return the stored values of a gradient, which may be sparse or complex, as real numbers."""
-    values = gradient.coalesce().values() if gradient.is_sparse else gradient
-    return torch.view_as_real(values) if values.is_complex() else values
+    return as_real(gradient.coalesce().values() if gradient.is_sparse else gradient)
 
 
 def _norms(gradients: list[Tensor]) -> tuple[Tensor, ...]:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from undula.plan.precision import Compute
-from undula.state.pieces import is_sharded_tensor
+from undula.state.pieces import as_real, is_sharded_tensor
 
 
 def dtype_of(compute: Compute) -> torch.dtype | None:
@@ -98,7 +98,7 @@ def _stored_values(parameter: nn.Parameter) -> Tensor:
         parameter.grad = gradient = gradient.coalesce()
         gradient = gradient._values()
     local: Tensor = gradient.to_local() if is_sharded_tensor(gradient) else gradient  # type: ignore[attr-defined]
-    return torch.view_as_real(local) if local.is_complex() else local
+    return as_real(local)
 
 
 def cpu_problem(compute: Compute) -> str | None:

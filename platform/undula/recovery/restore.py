@@ -17,6 +17,7 @@ from undula.recovery.progress import MEMORY_BYTES_S, STARTING, STORAGE_BYTES_S, 
 from undula.recovery.snapshot import NEVER, Age, Snapshot
 from undula.recovery.worker_state import HeldState
 from undula.state.checkpoint import Checkpointer
+from undula.state.checkpoint_files import table_of
 from undula.state.commit import Commit
 from undula.state.model_state import beside_model_and_optimizer
 from undula.state.pieces import Box, Holding, Piece, RankState, copy_overlap, is_complete
@@ -117,7 +118,7 @@ class Restorer:
                 "restore the plan and the data, set another name, or start over with --fresh"
             )
         self.begin(commit.step)
-        targets = self.live.targets(self.checkpoints.table(commit))
+        targets = self.live.targets(table_of(commit))
         self._enter_reading(commit.bytes)
         values = self.checkpoints.load(commit, targets.pieces)
         targets.load(values)

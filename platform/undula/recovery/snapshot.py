@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from undula.state.defaults import MEMORY
-from undula.state.pieces import Holding, Piece, RankState, Table, dense_strides, dtype_named, parsed_spec
+from undula.state.pieces import Holding, Piece, RankState, dense_strides, dtype_named
 from undula.state.records import StepRow
 
 FORMAT = 4
@@ -134,8 +134,7 @@ class Snapshot:
             name: Piece(tensor_at(place), tuple(place["shape"]), tuple(place["offsets"]), place["replicated"])
             for name, place in self.meta["tensors"].items()
         }
-        elsewhere = {name: parsed_spec(*spec) for name, spec in self.meta["elsewhere"].items()}
-        return RankState(pieces, self.meta["values"], elsewhere)
+        return RankState(pieces, self.meta["values"])
 
 
 def folder_of(run_url: str, run_id: str) -> Path:
@@ -206,17 +205,16 @@ def packed(plan_digest: str, age: Age, held: RankState, rows: Sequence[StepRow])
     data = bytearray(arrangement.bytes)
     for view, piece in zip(arrangement.views(data), held.pieces.values(), strict=True):
         view.copy_(piece.tensor)
-    fixed = fixed_meta(plan_digest, age[0], arrangement, held.elsewhere)
+    fixed = fixed_meta(plan_digest, age[0], arrangement)
     return encoded(fixed, age[1], rows, held.values), data
 
 
-def fixed_meta(plan_digest: str, attempt: int, arrangement: Arrangement, elsewhere: Table) -> bytes:
+def fixed_meta(plan_digest: str, attempt: int, arrangement: Arrangement) -> bytes:
     """Return the part of the meta that stays the same while the tensors of a state lie in the same way, as JSON."""
     fixed = {
         "format": FORMAT,
         "plan_digest": plan_digest,
         "attempt": attempt,
-        "elsewhere": {name: [spec.dtype, spec.shape, spec.strides] for name, spec in elsewhere.items()},
         "tensors": arrangement.places,
     }
     return json.dumps(fixed).encode()

@@ -16,12 +16,12 @@ from torch import Tensor
 
 from undula.recovery.node_memory import RESERVED, delete_former_attempts, delete_old_runs, reserve
 from undula.recovery.snapshot import DATA, META, SLOTS, Arrangement, encoded, fixed_meta, is_private
-from undula.state.pieces import RankState, Table
+from undula.state.pieces import RankState
 from undula.state.records import StepRow
 
 Send = Callable[[bytes, memoryview], None]
-Form: TypeAlias = tuple[Mapping[str, Any], Table]
-"""Places and memory layouts of a rank's pieces by name, and the tensors of which only other ranks have pieces."""
+Form: TypeAlias = Mapping[str, tuple[Any, ...]]
+"""Places and memory layouts of a rank's pieces, by name."""
 COST = 0.01
 """Maximum share of the training time that snapshots take."""
 SETTLED = 8
@@ -175,7 +175,7 @@ class SnapshotWriter:
         if self._form == former:
             return True
         arrangement = Arrangement(held.pieces)
-        self._fixed_meta = fixed_meta(self._plan_digest, self._attempt, arrangement, held.elsewhere)
+        self._fixed_meta = fixed_meta(self._plan_digest, self._attempt, arrangement)
         if self._slots and arrangement.places == self._places:
             return (
                 True  # the slots fit the new state too, as with an optimizer that counts steps in its parameter groups
@@ -266,11 +266,10 @@ class _Slot:
 
 
 def _form(held: RankState) -> Form:
-    pieces = {
+    return {
         name: (piece.shape, piece.offsets, piece.is_replicated, *_layout(piece.tensor))
         for name, piece in held.pieces.items()
     }
-    return pieces, held.elsewhere
 
 
 def _layout(tensor: Tensor) -> tuple[Any, ...]:

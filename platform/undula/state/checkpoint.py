@@ -18,7 +18,7 @@ from torch import Tensor
 
 from undula.errors import CheckpointError, StorageError, SupersededError, UndulaError
 from undula.state.attempts import EVERYTHING, Lineage, begin, read_lineage, require_newest
-from undula.state.checkpoint_files import Claim, WrittenFile, read_pieces, shares, table_of, tensors_entry, write_share
+from undula.state.checkpoint_files import Claim, WrittenFile, read_pieces, shares, tensors_entry, write_share
 from undula.state.commit import (
     CHECKPOINTS,
     COMMIT,
@@ -237,10 +237,6 @@ class Checkpointer:
             damaged[commit.folder] = problems[0]
         self._damaged = set(damaged)
         return next((commit for commit in commits if commit.folder not in damaged), None), damaged
-
-    def table(self, commit: Commit) -> Table:
-        """Return the description of the tensors of a checkpoint, by name."""
-        return table_of(commit)
 
     def load(self, commit: Commit, targets: Mapping[str, Piece]) -> dict[str, Any]:
         """Fill pieces from a checkpoint, and return the values of its state that are not tensors.

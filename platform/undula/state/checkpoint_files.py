@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from undula.errors import CheckpointError
+from undula.errors import CheckpointError, one_line
 from undula.state.commit import Commit
-from undula.state.pieces import Box, Piece, Table, TensorSpec, copy_overlap, incomplete, overlap, parsed_spec
+from undula.state.pieces import Box, Piece, Table, TensorSpec, as_real, copy_overlap, incomplete, overlap
 from undula.state.tensor_file import TensorFile, file_buffers
 from undula.storage import Store
 
@@ -69,7 +69,7 @@ def write_share(store: Store, folder: str, rank: int, pieces: Mapping[str, tuple
     if not pieces:
         return None
     name = f"rank-{rank:05d}.safetensors"
-    buffers = file_buffers({key: _as_real(tensor) for key, (tensor, _) in pieces.items()})
+    buffers = file_buffers({key: as_real(tensor) for key, (tensor, _) in pieces.items()})
     store.write_buffers(f"{folder}/{name}", buffers)
     digest = sha256()
     for buffer in buffers:
@@ -106,7 +106,9 @@ def tensors_entry(table: Table, files: Iterable[WrittenFile]) -> dict[str, Any]:
 def table_of(commit: Commit) -> dict[str, TensorSpec]:
     """Return the description of the tensors of a checkpoint, by name."""
     return {
-        name: parsed_spec(saved["dtype"], saved["shape"], saved.get("strides"))
+        name: TensorSpec(
+            saved["dtype"], tuple(saved["shape"]), tuple(saved["strides"]) if saved.get("strides") is not None else None
+        )
         for name, saved in commit.tensors.items()
     }
 
@@ -140,10 +142,4 @@ def read_pieces(store: Store, commit: Commit, targets: Mapping[str, Piece]) -> N
                 stored = torch.view_as_complex(stored) if target.tensor.is_complex() else stored
                 copy_overlap(box, stored.view(box[1]), target)
         except (ValueError, KeyError, TypeError, RuntimeError) as error:
-            reason = " ".join(str(error).split()) or type(error).__name__
-            raise CheckpointError(f"{store.url}/{commit.folder}/{file} cannot be loaded: {reason}") from error
-
-
-def _as_real(tensor: Tensor) -> Tensor:
-    """Return complex numbers as pairs of real numbers, because safetensors does not support all complex dtypes."""
-    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
+            raise CheckpointError(f"{store.url}/{commit.folder}/{file} cannot be loaded: {one_line(error)}") from error

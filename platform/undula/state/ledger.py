@@ -73,18 +73,30 @@ class RowWriter:
         self.files += 1
 
 
-class LedgerWriter:
-    """Writer of one attempt's ledger, on rank 0. A thread flushes steps every few seconds; events are flushed at once.
+class EventWriter:
+    """Writer of events, which are flushed at once. The controller and the driver have one each."""
+
+    def __init__(self, store: Store, writer: str):
+        self._events = RowWriter(store, EVENTS, writer)
+
+    def event(self, event: Event) -> None:
+        self._events.append(event.row())
+        with suppress(StorageError):  # a full disk must not end training; the next flush writes this row too
+            self._events.flush()
+
+
+class LedgerWriter(EventWriter):
+    """Writer of one attempt's ledger, on rank 0. A thread flushes steps every few seconds.
 
     The thread also looks for a newer attempt. Once it has found one, this attempt cannot add steps. Otherwise, it compacts the ledger from
     time to time, including the files of other writers.
     """
 
     def __init__(self, store: Store, attempt: int):
+        super().__init__(store, f"{attempt:06d}")
         self._store, self._attempt = store, attempt
         self._superseded: SupersededError | None = None
         self._steps = RowWriter(store, STEPS, f"{attempt:06d}")
-        self._events = RowWriter(store, EVENTS, f"{attempt:06d}")
         self._next_compaction = 0
         """Number of own files at which the ledger is compacted."""
         self._closed = threading.Event()
@@ -100,11 +112,6 @@ class LedgerWriter:
         if self._superseded:
             raise self._superseded
         self._steps.append(asdict(row))
-
-    def event(self, event: Event) -> None:
-        self._events.append(event.row())
-        with suppress(StorageError):  # a full disk must not end training; the next flush writes this row too
-            self._events.flush()
 
     @property
     def stored_steps(self) -> int:
@@ -143,18 +150,6 @@ class LedgerWriter:
         files = self._steps.files + self._events.files
         if files >= self._next_compaction:
             self._next_compaction = files if compact(self._store) else files + FILES_PER_TIER
-
-
-class EventWriter:
-    """Writer of the events of the controller or the driver."""
-
-    def __init__(self, store: Store, writer: str):
-        self._events = RowWriter(store, EVENTS, writer)
-
-    def event(self, event: Event) -> None:
-        self._events.append(event.row())
-        with suppress(StorageError):
-            self._events.flush()
 
 
 @dataclass(frozen=True)

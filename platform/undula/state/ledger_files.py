@@ -14,7 +14,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from undula.errors import StorageError
+from undula.errors import StorageError, one_line
 from undula.storage import Store
 
 LEDGER = "ledger"
@@ -170,10 +170,9 @@ def _read(store: Store, name: str) -> pa.Table:
     try:
         return _with_schema(pq.ParquetFile(pa.BufferReader(data)).read(), kind, name)
     except (pa.ArrowException, OSError, ValueError, KeyError) as error:
-        reason = " ".join(str(error).split())
         raise StorageError(
-            f"{store.url}/{LEDGER}/{name} cannot be read as a Parquet file of the ledger ({reason}); wait if the run is still being "
-            "copied, or restore this file from another copy"
+            f"{store.url}/{LEDGER}/{name} cannot be read as a Parquet file of the ledger ({one_line(error)}); wait if the run is still "
+            "being copied, or restore this file from another copy"
         ) from error
 
 

@@ -2,7 +2,7 @@
 
 import sys
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Any, TypeAlias
 
@@ -61,7 +61,7 @@ class Holding:
     """Extent of the part of a state that a rank holds. Ranks exchange these to find out whether they hold the whole state together."""
 
     expected: Table
-    """All tensors of the state, including those of which this rank has no piece."""
+    """All tensors of the state."""
     boxes: Mapping[str, Box]
     """Places of this rank's pieces, by name."""
 
@@ -72,18 +72,16 @@ class RankState:
 
     pieces: Mapping[str, Piece]
     values: Mapping[str, Any]
-    elsewhere: Table = field(default_factory=dict)
-    """Tensors of the state of which only other ranks have pieces, such as those of another pipeline stage."""
 
     @property
     def expected(self) -> Table:
         """All tensors of the state."""
-        return {**{name: spec_of(piece) for name, piece in self.pieces.items()}, **self.elsewhere}
+        return {name: spec_of(piece) for name, piece in self.pieces.items()}
 
     @property
     def is_whole(self) -> bool:
         """Whether this rank holds the whole state."""
-        return not self.elsewhere and all(piece.is_whole for piece in self.pieces.values())
+        return all(piece.is_whole for piece in self.pieces.values())
 
     @property
     def holding(self) -> Holding | None:
@@ -124,6 +122,14 @@ def is_sharded_tensor(value: object) -> bool:
     return isinstance(value, getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", ()))
 
 
+def as_real(tensor: Tensor) -> Tensor:
+    """Return a complex tensor as real numbers with one more dimension, and any other tensor unchanged.
+
+    Neither safetensors nor every backend of torch.distributed supports complex numbers.
+    """
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
+
+
 def piece_of(value: Any) -> Piece:
     """Return this rank's piece of a tensor, which may be a DTensor."""
     if not is_sharded_tensor(value):
@@ -139,11 +145,6 @@ def spec_of(piece: Piece) -> TensorSpec:
     """Return the dtype, the shape and, if the piece is whole, the strides of the whole tensor of a piece."""
     strides = dense_strides(piece.tensor) if piece.is_whole else None
     return TensorSpec(str(piece.tensor.dtype).removeprefix("torch."), piece.shape, strides)
-
-
-def parsed_spec(dtype: str, shape: Sequence[int], strides: Sequence[int] | None) -> TensorSpec:
-    """Return the TensorSpec whose fields were stored as JSON."""
-    return TensorSpec(dtype, tuple(shape), None if strides is None else tuple(strides))
 
 
 def empty_tensor(spec: TensorSpec, device: torch.device | None = None) -> Tensor:

@@ -49,47 +49,29 @@ class Outages:
         return last is None or now - last > QUIET_S
 
 
-class _Reports:
-    """Reports of this process about its outages."""
-
-    def __init__(self) -> None:
-        self.reporter: Reporter | None = None
-        self._outages = Outages()
-        self._lock = threading.Lock()
-
-    def failed(self, wait: Wait) -> None:
-        if reporter := self.reporter:
-            with self._lock:
-                is_new = self._outages.begins(wait.place, time.monotonic())
-            if is_new:
-                reporter(wait)
-
-    @contextmanager
-    def to(self, reporter: Reporter | None) -> Iterator[None]:
-        former, self.reporter, self._outages = self.reporter, reporter, Outages()
-        try:
-            yield
-        finally:
-            self.reporter = former
-
-
-_reports = _Reports()
+_lock = threading.Lock()
+_reporter: Reporter | None = None
+_outages = Outages()
 
 
 def report_failure(wait: Wait) -> None:
     """Report a request that has failed for a while, unless its outage has been reported."""
-    _reports.failed(wait)
+    if reporter := _reporter:
+        with _lock:
+            is_new = _outages.begins(wait.place, time.monotonic())
+        if is_new:
+            reporter(wait)
 
 
 def report_lost_cache(lost: LostCache) -> None:
     """Report that a cache takes no more data from this process."""
-    if reporter := _reports.reporter:
+    if reporter := _reporter:
         reporter(lost)
 
 
 def waits_reporter() -> Reporter | None:
     """Return the callback for reports of this process. It can be sent to other processes that read for this one."""
-    return _reports.reporter
+    return _reporter
 
 
 @contextmanager
@@ -99,5 +81,9 @@ def waits_reported_to(reporter: Reporter | None) -> Iterator[None]:
     Args:
         reporter: Callback, which must neither wait nor fail; None for no reports.
     """
-    with _reports.to(reporter):
+    global _reporter, _outages
+    former, _reporter, _outages = _reporter, reporter, Outages()
+    try:
         yield
+    finally:
+        _reporter = former

@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable
 from typing import TypeVar
 
+from undula.errors import one_line
 from undula.storage.reports import Wait, report_failure
 from undula.storage.s3 import forget_clients
 
@@ -66,7 +67,7 @@ def temporary_problem(error: Exception) -> str | None:
     if isinstance(
         error, (NoConnectionError, HTTPClientError, IncompleteReadError, HTTPError, OSError)
     ) or _lacks_credentials(error):
-        return " ".join(str(error).split()) or type(error).__name__
+        return one_line(error)
     return None
 
 

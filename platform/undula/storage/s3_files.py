@@ -1,12 +1,11 @@
 """Files on S3 for libraries that read and write file objects. What is read is one version of an object, from its opening on."""
 
 import io
-import os
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 from undula.storage.named_errors import MissingError, named_errors
-from undula.storage.s3_requests import PART_BYTES, Bucket, Upload
+from undula.storage.s3_requests import PART_BYTES, Bucket, SeekableFile, Upload
 
 FIRST_AHEAD_BYTES = 2**16
 """Number of bytes that the first small read fetches. The number doubles while reads follow one another, up to PART_BYTES."""
@@ -16,7 +15,7 @@ PARTS_BEFORE_GROWTH = 1000
 """Number of parts of a file after which the size of the parts doubles, because S3 accepts 10,000 of them and the size is not known."""
 
 
-class S3File(io.RawIOBase):
+class S3File(SeekableFile):
     """Seekable file for reading.
 
     Args:
@@ -31,34 +30,17 @@ class S3File(io.RawIOBase):
         found = bucket.head(key)
         if found is None:
             raise MissingError(f"{bucket.url}/{key} does not exist")
+        super().__init__(found.bytes)
         self._bucket, self._object = bucket, found
-        self._position = 0
         self._ahead_start, self._ahead = 0, memoryview(b"")
         self._ahead_bytes = FIRST_AHEAD_BYTES
 
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def tell(self) -> int:
-        return self._position
-
-    def size(self) -> int:
-        return self._object.bytes
-
-    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        starts = {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self._object.bytes}
-        self._position = starts[whence] + offset
-        return self._position
-
     def readall(self) -> bytes:
-        return self.read(max(self._object.bytes - self._position, 0)) or b""
+        return self.read(max(self._bytes - self._position, 0)) or b""
 
     def readinto(self, target: Any) -> int:
         view = memoryview(target).cast("B")
-        view = view[: max(min(len(view), self._object.bytes - self._position), 0)]
+        view = view[: max(min(len(view), self._bytes - self._position), 0)]
         if len(view) and not self._from_ahead(view):
             if len(view) < self._ahead_bytes:
                 self._read_ahead()
@@ -80,7 +62,7 @@ class S3File(io.RawIOBase):
         is_near = 0 <= self._position - self._ahead_start <= len(self._ahead)
         if self._ahead and is_near:
             self._ahead_bytes = min(2 * self._ahead_bytes, PART_BYTES)
-        ahead = memoryview(bytearray(min(self._ahead_bytes, self._object.bytes - self._position)))
+        ahead = memoryview(bytearray(min(self._ahead_bytes, self._bytes - self._position)))
         self._fill(self._position, ahead)
         self._ahead_start, self._ahead = self._position, ahead
 

@@ -280,13 +280,15 @@ def slices(buffers: Buffers, start: int, length: int) -> Buffers:
     return found
 
 
-class Joined(io.RawIOBase):
-    """Seekable file with the content of several buffers, which are not copied."""
+class SeekableFile(io.RawIOBase):
+    """File for reading, in which subclasses read from `_position` on.
 
-    def __init__(self, buffers: Buffers):
-        self._buffers = buffers
-        self._ends = list(itertools.accumulate(len(buffer) for buffer in buffers))
-        self._position = 0
+    Args:
+        num_bytes: Size of the file in bytes.
+    """
+
+    def __init__(self, num_bytes: int):
+        self._bytes, self._position = num_bytes, 0
 
     def readable(self) -> bool:
         return True
@@ -297,10 +299,22 @@ class Joined(io.RawIOBase):
     def tell(self) -> int:
         return self._position
 
+    def size(self) -> int:
+        return self._bytes
+
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        starts = {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self._ends[-1]}
+        starts = {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self._bytes}
         self._position = starts[whence] + offset
         return self._position
+
+
+class Joined(SeekableFile):
+    """Content of several buffers, which are not copied."""
+
+    def __init__(self, buffers: Buffers):
+        super().__init__(sum(map(len, buffers)))
+        self._buffers = buffers
+        self._ends = list(itertools.accumulate(map(len, buffers)))
 
     def readinto(self, target: Any) -> int:
         number = bisect_right(self._ends, self._position)  # skips empty buffers

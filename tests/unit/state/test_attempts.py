@@ -1,6 +1,7 @@
 """Tests of attempts: two of them never have the same number, and an older one cannot add anything to the run once a newer one has begun."""
 
 import random
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -11,17 +12,16 @@ import torch
 import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from ledger_rows import write_attempt, write_two_attempts
 
 from undula.errors import StorageError, SupersededError
 from undula.state import checkpoint
 from undula.state.attempts import ATTEMPTS, EVERYTHING, Lineage, begin, claim, read_lineage, require_newest
 from undula.state.checkpoint import Checkpointer
-from undula.state.commit import COMMIT, find_commits
+from undula.state.commit import COMMIT, Commit, find_commits
 from undula.state.directory import delete_run, require_newest_submission
-from undula.state.events import StartEvent
-from undula.state.ledger import LedgerWriter, committed, read_ledger, recorded_attempts
+from undula.state.ledger import committed, read_ledger, recorded_attempts
 from undula.state.pieces import rank_state
-from undula.state.records import StepRow
 from undula.storage import Entry, Store, open_store
 
 
@@ -29,6 +29,22 @@ from undula.storage import Entry, Store, open_store
 def store(request: pytest.FixtureRequest, tmp_path: Path) -> Store:
     """Empty run directory on each kind of storage."""
     return open_store(request.getfixturevalue("s3").url("run") if request.param == "s3" else str(tmp_path / "run"))
+
+
+@dataclass(frozen=True)
+class Commits(Store):
+    """Storage in which something happens before and after the commit of the checkpoint of step 110 is written."""
+
+    before: Callable[[], object] = int
+    after: Callable[[], object] = int
+
+    def write(self, name: str, data: bytes) -> None:
+        is_commit = name.endswith(f"step-00000110-a1/{COMMIT}")
+        if is_commit:
+            self.before()
+        super().write(name, data)
+        if is_commit:
+            self.after()
 
 
 class StaleListing(Store):
@@ -63,34 +79,23 @@ def visible(store: Store) -> list[tuple[int, int]]:
 
 
 def test_attempts_that_start_at_once_have_different_numbers(tmp_path: Path) -> None:
-    store = Store(
-        str(tmp_path)
-    )  # moto's S3 server does not handle two conditional writes at the same moment as S3 does
+    store = Store(str(tmp_path))  # moto's S3 server does not handle two conditional writes at once as S3 does
     with ThreadPoolExecutor(8) as threads:
         numbers = list(threads.map(lambda _: claim(store, ())[0], range(8)))
     assert sorted(numbers) == list(range(1, 9))
 
 
-def test_a_number_is_not_used_again_although_a_listing_is_out_of_date(store: Store) -> None:
-    former = [claim(store, ())[0] for _ in range(3)]
+def test_a_number_is_larger_than_all_former_ones_although_a_listing_is_out_of_date(store: Store) -> None:
+    assert [claim(store, ())[0] for _ in range(3)] == [1, 2, 3]
     assert claim(StaleListing(store.url), ()) == (4, Lineage(unrecorded=0))
-    assert former == [1, 2, 3]
-
-
-def test_a_number_is_larger_than_those_of_held_states_and_of_the_ledger(store: Store) -> None:
-    assert claim(store, (2, 4))[0] == 5
-    assert claim(store, (2, 4), held=9)[0] == 10
+    assert claim(store, (2, 5))[0] == 6, "the ledger has rows of attempt 5"
+    assert claim(store, (2, 5), held=9)[0] == 10
 
 
 @pytest.mark.usefixtures("process_group")
 def test_a_run_of_a_version_without_claims_is_continued(store: Store) -> None:
     """Its rows count by their first steps, and its checkpoints stay until newer ones replace them."""
-    for attempt, start in ((1, 0), (2, 3)):
-        writer = LedgerWriter(store, attempt)
-        writer.event(StartEvent(1, attempt, step=start))
-        for step in range(start, start + 5):
-            writer.step(step_row(attempt, step))
-        writer.close()
+    write_two_attempts(store)
     old = Checkpointer(store, dist.group.WORLD, attempt=2, keep=2)
     assert save(old, 6) is None
     number, before = claim(store, recorded_attempts(store))
@@ -115,20 +120,14 @@ def test_an_older_attempt_cannot_commit_once_a_newer_one_has_begun(store: Store,
     def start_newer() -> None:
         started.append(attempt_from(store, step=100)[1])
 
-    class Commits(Store):
-        """Storage to which the older attempt writes."""
-
-        def write(self, name: str, data: bytes) -> None:
-            if moment == "while it commits" and name.endswith(f"step-00000110-a1/{COMMIT}"):
-                start_newer()
-            super().write(name, data)
+    is_last = False
 
     def before_commit() -> None:
         if moment == "before its commit" and is_last:
             start_newer()
 
-    is_last = False
-    old = Checkpointer(Commits(store.url), dist.group.WORLD, number, 2, before_commit, before=before)
+    its_store = Commits(store.url, before=start_newer if moment == "while it commits" else int)
+    old = Checkpointer(its_store, dist.group.WORLD, number, 2, before_commit, before=before)
     old.begin(0)
     assert save(old, 100) is None
     is_last = True
@@ -137,35 +136,27 @@ def test_an_older_attempt_cannot_commit_once_a_newer_one_has_begun(store: Store,
     (new,) = started
     assert save(new, 105) is None
     assert visible(store) == [(2, 105), (1, 100)]
-    assert {entry.name.split("/")[1] for entry in store.list("checkpoints")} == {
-        "step-00000100-a1",
-        "step-00000105-a2",
-    }
+    assert {entry.name.split("/")[1][5:] for entry in store.list("checkpoints")} == {"00000100-a1", "00000105-a2"}
     assert isinstance(save(old, 120), SupersededError)
     assert visible(store) == [(2, 105), (1, 100)]
 
 
 @pytest.mark.usefixtures("process_group")
 def test_a_checkpoint_from_which_a_newer_attempt_resumes_is_not_deleted_by_an_older_one(store: Store) -> None:
+    """The newer attempt reads the checkpoint when its commit has just been written."""
     number, before = claim(store, ())
-    found: list[int] = []
+    found: list[Commit | None] = []
 
-    class Commits(Store):
-        """Storage to which the older attempt writes. A newer attempt reads it when a commit has just been written."""
+    def start_newer() -> None:
+        newer, lineage = claim(store, ())
+        found.append(Checkpointer(store, dist.group.WORLD, newer, 1, before=lineage).newest_whole()[0])
 
-        def write(self, name: str, data: bytes) -> None:
-            super().write(name, data)
-            if name.endswith(f"step-00000110-a1/{COMMIT}"):
-                newer, lineage = claim(store, ())
-                commit, _ = Checkpointer(store, dist.group.WORLD, newer, 1, before=lineage).newest_whole()
-                assert commit is not None
-                found.append(commit.step)
-
-    old = Checkpointer(Commits(store.url), dist.group.WORLD, number, keep=1, before=before)
+    its_store = Commits(store.url, after=start_newer)
+    old = Checkpointer(its_store, dist.group.WORLD, number, keep=1, before=before)
     old.begin(0)
     assert save(old, 100) is None
     assert isinstance(save(old, 110), SupersededError)
-    assert found == [110]
+    assert [commit.step for commit in found if commit] == [110]
     assert visible(store) == [(1, 110), (1, 100)]
 
 
@@ -176,11 +167,8 @@ def test_an_attempt_that_begins_after_a_newer_one_does_not_count(store: Store) -
     late, before = claim(store, ())
     newest, new = attempt_from(store, step=100)
     Checkpointer(store, dist.group.WORLD, late, keep=2, before=before).begin(0)
-    for attempt, steps in ((first, range(100)), (late, range(20))):
-        writer = LedgerWriter(store, attempt)
-        for step in steps:
-            writer.step(step_row(attempt, step))
-        writer.close()
+    write_attempt(store, first, range(100))
+    write_attempt(store, late, range(20))
     assert read_ledger(store).steps["attempt"].to_pylist() == [first] * 100
     assert (first, late, newest) == (1, 2, 3)
     assert read_lineage(store).starts == {1: 0, 3: 100}
@@ -194,9 +182,7 @@ def test_a_run_that_starts_over_gets_nothing_from_workers_of_the_former_run(stor
     number, old = attempt_from(store, step=0)
     assert save(old, 100) is None
     delete_run(store)
-    writer = LedgerWriter(store, number)
-    writer.step(step_row(number, 0))
-    writer.close()
+    write_attempt(store, number, [0])
     assert isinstance(save(old, 110), SupersededError)
     assert visible(store) == []
     assert read_ledger(store).steps.num_rows == 0
@@ -269,25 +255,11 @@ def test_a_checkpoint_is_not_reported_as_failed_because_the_storage_fails_afterw
     reasons: list[str] = []
     store = FailsAfterwards(str(tmp_path))
     number, before = claim(store, ())
-    checkpoints = Checkpointer(
-        store,
-        dist.group.WORLD,
-        number,
-        keep=2,
-        before=before,
-        after_commit=lambda step, seconds: saved.append(step),
-        not_removed=reasons.append,
-    )
+    callbacks = {"after_commit": lambda step, seconds: saved.append(step), "not_removed": reasons.append}
+    checkpoints = Checkpointer(store, dist.group.WORLD, number, keep=2, before=before, **callbacks)
     checkpoints.begin(0)
     assert save(checkpoints, 10) is None
     assert (saved, reasons) == ([10], ["503 SlowDown"])
-
-
-def step_row(attempt: int, step: int) -> StepRow:
-    return StepRow(
-        attempt=attempt, step=step, epoch=0, samples=4 * (step + 1), step_samples=4, world_size=1, loss=1.0, lr=0.1,
-        data_s=0.0, compute_s=0.1, communication_s=0.0, other_s=0.0, sample_digest=1, time=0.0,
-    )  # fmt: skip
 
 
 @dataclass

@@ -42,6 +42,15 @@ def stored(state: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+def moved(model: nn.Module, optimizer: torch.optim.Optimizer, fresh: nn.Module, other: torch.optim.Optimizer) -> None:
+    """Restore the state of a model and its optimizer into others, by way of a checkpoint."""
+    restored(fresh, other, stored(model_and_optimizer_state(model, optimizer)))
+
+
 def restored(model: nn.Module, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
     """Load a stored state into a new model and optimizer, as a restore does."""
     table = {name: spec_of(piece_of(value)) for name, value in state.items() if isinstance(value, Tensor)}
@@ -108,18 +117,13 @@ def test_names_are_those_of_the_users_module() -> None:
         assert live_buffers(other).keys() <= state.keys()
 
 
-def test_reading_the_state_changes_nothing() -> None:
+def test_the_state_shares_memory_with_the_model_and_reading_it_changes_nothing() -> None:
     model = network()
     optimizer = torch.optim.AdamW(model.parameters())
     before = stored(model_and_optimizer_state(model, optimizer))
     assert not optimizer.state
     assert not [name for name in before if name.startswith("optimizer.state.")]
     assert all(torch.equal(each, before[f"model.{name}"]) for name, each in model.state_dict().items())
-
-
-def test_tensors_of_the_state_share_memory_with_the_model() -> None:
-    model = network()
-    optimizer = torch.optim.AdamW(model.parameters())
     step(model, optimizer)
     state = model_and_optimizer_state(model, optimizer)
     step(model, optimizer)
@@ -134,34 +138,22 @@ def test_a_parameter_without_gradient_has_no_state_before_and_after_a_restore() 
     step(model, optimizer)
     fresh = network()
     other = torch.optim.AdamW(fresh.parameters())
-    restored(fresh, other, stored(model_and_optimizer_state(model, optimizer)))
+    moved(model, optimizer, fresh, other)
     assert len(other.state) == len(optimizer.state) == 4
     assert fresh[2].weight not in other.state  # type: ignore[index]
 
 
 def test_restored_values_have_their_types() -> None:
-    model = network()
-    optimizer = torch.optim.AdamW(model.parameters(), betas=(0.8, 0.9))
-    group = optimizer.param_groups[0]
-    group |= {"odd": {1: (2.5, None), "names": ["a", True]}, "kind": torch.bfloat16, "mean": torch.tensor(3.0)}
-    step(model, optimizer)
-    fresh = network()
-    other = torch.optim.AdamW(fresh.parameters())
-    restored(fresh, other, stored(model_and_optimizer_state(model, optimizer)))
-    found = other.param_groups[0]
-    assert found["betas"] == (0.8, 0.9)
-    assert found["odd"] == {1: (2.5, None), "names": ["a", True]}
-    assert (found["kind"], found["mean"].item()) == (torch.bfloat16, 3.0)
-
-
-def test_state_in_another_type_than_its_parameters_keeps_it() -> None:
+    """A state of an optimizer may have another dtype than its parameter."""
     model, fresh = network().bfloat16(), network().bfloat16()
-    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, fresh)]
-    weight = next(model.parameters())
-    optimizers[0].state[weight] = {"mean": torch.full((4, 3), 1 / 3), "count": 7}
-    restored(fresh, optimizers[1], stored(model_and_optimizer_state(model, optimizers[0])))
-    found = optimizers[1].state[next(fresh.parameters())]
-    assert found["count"] == 7
+    optimizer, other = (torch.optim.AdamW(each.parameters()) for each in (model, fresh))
+    odd = {"betas": (0.8, 0.9), "odd": {1: (2.5, None), "names": ["a", True]}, "kind": torch.bfloat16}
+    optimizer.param_groups[0] |= {**odd, "mean": torch.tensor(3.0)}
+    optimizer.state[next(model.parameters())] = {"mean": torch.full((4, 3), 1 / 3), "count": 7}
+    moved(model, optimizer, fresh, other)
+    group, found = other.param_groups[0], other.state[next(fresh.parameters())]
+    assert {key: group[key] for key in odd} == odd
+    assert (group["mean"].item(), found["count"]) == (3.0, 7)
     assert torch.equal(found["mean"], torch.full((4, 3), 1 / 3))
 
 
@@ -172,7 +164,7 @@ def test_groups_and_parameters_that_were_added_during_training_are_added() -> No
     optimizer.param_groups[0]["params"] += list(model[1].parameters())  # type: ignore[index]
     step(model, optimizer)
     other = torch.optim.SGD(fresh[0].parameters(), lr=0.1, momentum=0.9)  # type: ignore[index]
-    restored(fresh, other, stored(model_and_optimizer_state(model, optimizer)))
+    moved(model, optimizer, fresh, other)
     assert [[len(group["params"]), group["lr"]] for group in other.param_groups] == [[4, 0.1], [2, 0.7]]
     step(model, optimizer)
     step(fresh, other)
@@ -191,26 +183,12 @@ def test_step_counts_stay_in_host_memory_and_moments_follow_their_parameters() -
     assert empty_like_saved(model, optimizer, table)[f"{state}.step"].device.type == "meta"
 
 
-def test_a_buffer_that_is_filled_late_is_restored() -> None:
-    class Late(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.register_buffer("seen", None)
-            self.weight = nn.Parameter(torch.ones(2))
-
-    model, fresh = Late(), Late()
-    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, fresh)]
-    model.seen = torch.tensor([3, 4])
-    restored(fresh, optimizers[1], stored(model_and_optimizer_state(model, optimizers[0])))
-    assert fresh.seen.tolist() == [3, 4]
-    assert list(fresh.state_dict()) == ["weight", "seen"]
-
-
 class Counting(nn.Module):
-    """Module with the given extra state."""
+    """Module with the given extra state, and a buffer that training sets."""
 
     def __init__(self, extra: object):
         super().__init__()
+        self.register_buffer("seen", None)
         self.weight = nn.Parameter(torch.ones(2))
         self.extra = extra
 
@@ -221,52 +199,61 @@ class Counting(nn.Module):
         self.extra = state
 
 
-def test_extra_state_is_restored() -> None:
+def test_extra_state_and_a_buffer_that_is_filled_late_are_restored() -> None:
     model, fresh = Counting({"calls": (3, 4), "mean": torch.ones(3)}), Counting(None)
-    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, fresh)]
-    restored(fresh, optimizers[1], stored(model_and_optimizer_state(model, optimizers[0])))
+    model.seen = torch.tensor([3, 4])
+    moved(model, sgd(model), fresh, sgd(fresh))
+    assert fresh.seen.tolist() == [3, 4]
+    assert list(fresh.state_dict()) == ["weight", "seen", "_extra_state"]
     assert isinstance(fresh.extra, dict)
     assert fresh.extra["calls"] == (3, 4)
     assert torch.equal(fresh.extra["mean"], torch.ones(3))
 
 
-@pytest.mark.parametrize(
-    ("harm", "sentence"),
-    [
-        ("extra", r"^model\._extra_state is a _io\.BytesIO, which no checkpoint can hold; keep it as a tensor"),
-        ("group", r"^optimizer\.groups\.0\.queue is a collections\.deque, which no checkpoint can hold"),
-        ("sparse", r"^optimizer\.state\.weight\.sum is a sparse_coo tensor, which no checkpoint can hold"),
-        ("stranger", r"^the optimizer has a parameter of shape \(5,\) that the model lacks; create the optimizer from"),
-        ("lazy", r"^model\.late\.weight has no shape yet; pass one batch through the lazy module before run\.model"),
-    ],
-)
-def test_state_that_no_checkpoint_can_hold_is_refused_in_one_sentence(harm: str, sentence: str) -> None:
-    model = Counting(io.BytesIO() if harm == "extra" else 1)
-    if harm == "lazy":
-        model.late = nn.LazyLinear(2)
-    optimizer = torch.optim.SGD([model.weight], lr=0.1)
-    if harm == "group":
-        optimizer.param_groups[0]["queue"] = deque()
-    if harm == "sparse":
-        optimizer.state[model.weight]["sum"] = torch.ones(2).to_sparse()
-    if harm == "stranger":
-        optimizer.add_param_group({"params": [nn.Parameter(torch.ones(5))]})
+def lazy(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    model.late = nn.LazyLinear(2)
+
+
+HARMS: dict[str, tuple[Callable[[Any, torch.optim.Optimizer], object], str]] = {
+    "extra": (
+        lambda model, optimizer: model.set_extra_state(io.BytesIO()),
+        r"^model\._extra_state is a _io\.BytesIO, which no checkpoint can hold; keep it as a tensor",
+    ),
+    "group": (
+        lambda model, optimizer: optimizer.param_groups[0].update(queue=deque()),
+        r"^optimizer\.groups\.0\.queue is a collections\.deque, which no checkpoint can hold",
+    ),
+    "sparse": (
+        lambda model, optimizer: optimizer.state[model.weight].update(sum=torch.ones(2).to_sparse()),
+        r"^optimizer\.state\.weight\.sum is a sparse_coo tensor, which no checkpoint can hold",
+    ),
+    "stranger": (
+        lambda model, optimizer: optimizer.add_param_group({"params": [nn.Parameter(torch.ones(5))]}),
+        r"^the optimizer has a parameter of shape \(5,\) that the model lacks; create the optimizer from",
+    ),
+    "lazy": (lazy, r"^model\.late\.weight has no shape yet; pass one batch through the lazy module before run\.model"),
+}
+
+
+@pytest.mark.parametrize("harm", HARMS)
+def test_state_that_no_checkpoint_can_hold_is_refused_in_one_sentence(harm: str) -> None:
+    model, (change, sentence) = Counting(1), HARMS[harm]
+    optimizer = sgd(model)
+    change(model, optimizer)
     with pytest.raises(UsageError, match=sentence):
         check_state(model, optimizer)
 
 
 def test_the_state_of_another_model_or_optimizer_is_refused() -> None:
     model = network()
-    state = stored(model_and_optimizer_state(model, torch.optim.SGD(model.parameters(), lr=0.1)))
+    state = stored(model_and_optimizer_state(model, sgd(model)))
     other = nn.Sequential(nn.Linear(3, 5), nn.BatchNorm1d(5), nn.Linear(5, 2))
     with pytest.raises(
         CheckpointError, match=r"has 'model\.0\.weight' with shape \(4, 3\), but the model has it with shape"
     ):
-        restored(other, torch.optim.SGD(other.parameters(), lr=0.1), state)
+        restored(other, sgd(other), state)
     more = [{"params": [each]} for each in model.parameters()]
     with pytest.raises(CheckpointError, match="the optimizer has 6 parameter groups and the saved one has 1"):
         restored(model, torch.optim.SGD(more, lr=0.1), state)
     with pytest.raises(CheckpointError, match=r"lacks 'model\.1\.running_mean', which the model has"):
-        restored(
-            model, torch.optim.SGD(model.parameters(), lr=0.1), {k: v for k, v in state.items() if "running" not in k}
-        )
+        restored(model, sgd(model), {name: each for name, each in state.items() if "running" not in name})

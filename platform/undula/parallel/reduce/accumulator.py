@@ -5,10 +5,10 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor, nn
 
-from undula.parallel.collectives import as_real
 from undula.parallel.device_clock import Mark
 from undula.parallel.parameters import trainable
 from undula.plan.plan import MicroBatch
+from undula.state.pieces import as_real
 
 
 class Accumulator:

@@ -9,10 +9,11 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from undula.parallel.collectives import AllReduce, as_real
+from undula.parallel.collectives import AllReduce
 from undula.parallel.layout import Layout
 from undula.parallel.reduce.accumulator import SeparateAccumulator
 from undula.plan.plan import MicroBatch
+from undula.state.pieces import as_real
 
 Interval = tuple[int, int]
 """Consecutive virtual workers: the first one, and the one after the last."""

@@ -15,7 +15,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from undula.errors import UsageError
-from undula.parallel.collectives import as_real
 from undula.parallel.device_clock import mark_on
 from undula.parallel.layout import Layout
 from undula.parallel.parameters import sparse_parameters
@@ -23,6 +22,7 @@ from undula.parallel.reduce.accumulator import Accumulator
 from undula.parallel.reduce.division import Bucket, divide
 from undula.parallel.reduce.sparse import SparseSums
 from undula.plan.plan import MicroBatch
+from undula.state.pieces import as_real
 
 
 class BucketAccumulator(Accumulator):

@@ -13,9 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from undula.errors import UsageError
-from undula.parallel.collectives import AllReduce, as_real
+from undula.parallel.collectives import AllReduce
 from undula.parallel.reduce.accumulator import SeparateAccumulator
 from undula.plan.plan import MicroBatch
+from undula.state.pieces import as_real
 
 _HIGH_BITS, _LOW_BITS = 16, 66
 LIMIT = 2.0**34

@@ -87,20 +87,15 @@ __all__ = [
     "read_event",
 ]
 
-EVENT_TYPES: tuple[type[Event], ...] = (
-    *(GroupEvent, StartEvent, LostEvent, NodeEvent, BatchEvent, SkipEvent, ValidationEvent, LossEvent, LogEvent),
-    *(SnapshotEvent, CheckpointEvent, ResizeEvent, SaveEvent, CrashEvent, NoticeEvent, WaitingEvent, FleetEvent),
-    *(OverdueEvent, ReleaseEvent, RefusalEvent, IdleEvent, FaultEvent, StorageEvent, CacheEvent, TrackerEvent),
-    *(RehearsalEvent, StopEvent, FailEvent, EndEvent, WarningEvent),
-)
-_TYPE_OF = {each.KIND: each for each in EVENT_TYPES}
+EVENT_TYPES = {each.KIND: each for each in Event.__subclasses__() if each is not RecordedEvent}
+"""Classes of events, by kind."""
 
 
 def read_event(row: Mapping[str, Any]) -> Event:
     """Return the event of a row of the ledger's EVENT_SCHEMA: a RecordedEvent if this version does not know its kind or its fields."""
     found = json.loads(row["data"] or "{}")
     data = found if isinstance(found, dict) else {}
-    event_type = _TYPE_OF.get(row["kind"])
+    event_type = EVENT_TYPES.get(row["kind"])
     if event_type is not None:
         try:
             event: Event = _adapter(event_type).validate_python({**data, "step": row["step"], "time": row["time"]})
