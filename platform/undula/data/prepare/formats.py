@@ -24,9 +24,8 @@ OPEN_AT_ONCE = 16
 NO_PARTITION = "__HIVE_DEFAULT_PARTITION__"
 """Value in the name of a Hive partition that stands for null."""
 
-Batches = Iterator[pa.RecordBatch]
-Opener = Callable[[Store, str, Sequence[str] | None], tuple[pa.Schema, Batches]]
-"""Function that opens a file and returns its schema and its rows; of Parquet files, only the given columns."""
+Opener = Callable[[Store, str, Sequence[str] | None], pa.RecordBatchReader]
+"""Function that opens a file and returns the reader of its rows; of Parquet files, only of the given columns."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +53,7 @@ class TableFiles:
 
         def schema_of(name: str) -> pa.Schema:
             with self._errors(name):
-                return self.open(self.store, name, None)[0]
+                return self.open(self.store, name, None).schema
 
         with ThreadPoolExecutor(OPEN_AT_ONCE) as threads:
             schemas = list(threads.map(schema_of, self.names))
@@ -65,11 +64,12 @@ class TableFiles:
         for name in self.names:
             values = partitions_of(name)
             with self._errors(name):
-                own, batches = self.open(self.store, name, None if self.columns is None else self.schema.names)
-                for batch in batches:
+                reader = self.open(self.store, name, None if self.columns is None else self.schema.names)
+                own = set(reader.schema.names)
+                for batch in reader:
                     if batch.num_rows:
                         arrays = [
-                            self._column(batch, field, name, None if field.name in own.names else values[field.name])
+                            self._column(batch, field, name, None if field.name in own else values[field.name])
                             for field in self.schema
                         ]
                         yield pa.Table.from_arrays(arrays, schema=self.schema)
@@ -110,37 +110,34 @@ class TableFiles:
             ) from error
 
 
-def open_parquet(store: Store, name: str, columns: Sequence[str] | None) -> tuple[pa.Schema, Batches]:
+def open_parquet(store: Store, name: str, columns: Sequence[str] | None) -> pa.RecordBatchReader:
     """Open a Parquet file."""
     fragment = pyarrow.dataset.ParquetFileFormat().make_fragment(store.path(name), store.filesystem)
-    schema = fragment.physical_schema
-    names = [field.name for field in schema if columns is None or field.name in columns]
-    return schema, fragment.to_batches(columns=names, batch_size=BATCH_ROWS)
+    names = [name for name in fragment.physical_schema.names if columns is None or name in columns]
+    return fragment.scanner(columns=names, batch_size=BATCH_ROWS).to_reader()
 
 
-def open_csv(store: Store, name: str, columns: Sequence[str] | None) -> tuple[pa.Schema, Batches]:
+def open_csv(store: Store, name: str, columns: Sequence[str] | None) -> pa.RecordBatchReader:
     """Open a CSV file, which may be compressed."""
     options = pyarrow.csv.ReadOptions(block_size=BLOCK_BYTES)
-    reader = pyarrow.csv.open_csv(store.filesystem.open_input_stream(store.path(name)), read_options=options)
-    return reader.schema, iter(reader)
+    return pyarrow.csv.open_csv(store.filesystem.open_input_stream(store.path(name)), read_options=options)
 
 
-def open_json(store: Store, name: str, columns: Sequence[str] | None) -> tuple[pa.Schema, Batches]:
+def open_json(store: Store, name: str, columns: Sequence[str] | None) -> pa.RecordBatchReader:
     """Open a file of JSON lines, which may be compressed. A field that the first block lacks is an error, as it should be."""
     options = pyarrow.json.ReadOptions(block_size=BLOCK_BYTES)
-    reader = pyarrow.json.open_json(store.filesystem.open_input_stream(store.path(name)), read_options=options)
-    return reader.schema, iter(reader)
+    return pyarrow.json.open_json(store.filesystem.open_input_stream(store.path(name)), read_options=options)
 
 
-def open_arrow(store: Store, name: str, columns: Sequence[str] | None) -> tuple[pa.Schema, Batches]:
+def open_arrow(store: Store, name: str, columns: Sequence[str] | None) -> pa.RecordBatchReader:
     """Open an Arrow stream, as `datasets` writes them, or an Arrow file, as Feather and Polars write them."""
     file = store.open(name)
-    if file.read(6) == b"ARROW1":
-        reader = pa.ipc.open_file(file)
-        return reader.schema, (reader.get_batch(number) for number in range(reader.num_record_batches))
-    file.seek(0)
-    stream = pa.ipc.open_stream(file)
-    return stream.schema, iter(stream)
+    if file.read(6) != b"ARROW1":
+        file.seek(0)
+        return pa.ipc.open_stream(file)
+    reader = pa.ipc.open_file(file)
+    batches = (reader.get_batch(number) for number in range(reader.num_record_batches))
+    return pa.RecordBatchReader.from_batches(reader.schema, batches)
 
 
 def partitions_of(name: str) -> dict[str, str]:

@@ -4,17 +4,17 @@ from collections import deque
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, cached_property, lru_cache
+from math import prod
 
 import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
 from undula.data.stored.cache import DiskCache
-from undula.data.stored.manifest import ID_COLUMN, Column, Manifest
+from undula.data.stored.manifest import ID_COLUMN, TEXT_TYPES, Column, Manifest
 from undula.data.stored.maps import SampleMap
 from undula.data.stored.shards import Shard
-from undula.data.stored.sizes import RowSizes, fixed_bytes
 from undula.plan.order import RowRange, Window
 
 LOCAL_READS, REMOTE_READS = 2, 4
@@ -116,7 +116,11 @@ class RowGroupRead:
 
 
 class WindowReads:
-    """Reads of the windows of a data set.
+    """Reads of the windows of a data set, with estimates of their decoded sizes.
+
+    Encoded sizes can be much smaller, because Parquet stores repeated values once: masks of 100 MB can take 0.2 MB in a file. The sizes
+    of numbers follow from their types. A row group is read once per process to measure text, because pyarrow does not return Parquet's
+    size statistics. An estimate of whole rows is at least their encoded size, which is also in memory while they are decoded.
 
     Args:
         manifest: The data set.
@@ -128,7 +132,7 @@ class WindowReads:
         self.manifest = manifest
         self.columns = columns
         self._cache = cache
-        self._sizes = RowSizes(manifest, columns, cache)
+        self._is_whole = set(columns) == set(manifest.columns)
 
     def of(self, window: Window, epoch: int = 0, sample_map: SampleMap | None = None) -> WindowRead:
         """Return the read of a window's rows."""
@@ -143,9 +147,46 @@ class WindowReads:
             start=rows.start,
             stop=rows.stop,
             first_id=int(self.manifest.first_ids[rows.row_group]),
-            num_bytes=self._sizes.decoded(rows.row_group, rows.num_rows),
-            row_group_bytes=self._sizes.decoded(rows.row_group, int(self.manifest.row_counts[rows.row_group])),
+            num_bytes=self.decoded_bytes(rows.row_group, rows.num_rows),
+            row_group_bytes=self.decoded_bytes(rows.row_group, int(self.manifest.row_counts[rows.row_group])),
         )
+
+    def decoded_bytes(self, row_group: int, num_rows: int) -> int:
+        """Return the estimated size in bytes of some decoded rows of a row group of the data set."""
+        size = fixed_bytes(self.columns, num_rows) + round(self._text_row_bytes * num_rows)
+        if not self._is_whole:
+            return size
+        number, group = self.manifest.row_group_places[row_group]
+        file = self.manifest.files[number]
+        return max(size, file.row_group_bytes[group] * num_rows // max(file.row_groups[group], 1))
+
+    @cached_property
+    def _text_row_bytes(self) -> float:
+        """Mean size in bytes of a row's text in the first row group that has rows."""
+        names = tuple(column.name for column in self.columns if column.type in TEXT_TYPES)
+        if not names or not self.manifest.num_rows:
+            return 0.0
+        number, group = self.manifest.row_group_places[int(np.flatnonzero(self.manifest.row_counts)[0])]
+        return _mean_row_bytes(Shard.of(self.manifest, number, self._cache), group, names)
+
+
+@lru_cache(maxsize=64)
+def _mean_row_bytes(shard: Shard, row_group: int, names: tuple[str, ...]) -> float:
+    """Return the mean size in bytes of a row. It is kept, because each resume in this process needs it again."""
+    table = shard.row_group(row_group, names)
+    return float(table.nbytes / table.num_rows)
+
+
+def fixed_bytes(columns: tuple[Column, ...], num_rows: int) -> int:
+    """Return the size in bytes of decoded rows, without the columns of text."""
+    return -(-num_rows * _row_bits(columns) // 8)
+
+
+@lru_cache(maxsize=64)
+def _row_bits(columns: tuple[Column, ...]) -> int:
+    """Return the size in bits of a row, without its text. Arrow stores booleans as bits."""
+    numbers = [column for column in columns if column.type not in TEXT_TYPES]
+    return sum(prod(column.shape) * int(pa.type_for_alias(column.type).bit_width) for column in numbers)
 
 
 def row_group_reads(reads: Iterable[WindowRead]) -> Iterator[RowGroupRead]:

@@ -7,13 +7,12 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from data_sets import write_table
 
 from undula.data.prepare import check as module
 from undula.data.prepare.check import Finding, check
 from undula.data.prepare.index import index
-from undula.data.prepare.write import write_shards
 from undula.data.stored.manifest import load_manifest
-from undula.storage import Store
 
 ROWS = 4000
 TABLE = pa.table({"x": np.arange(ROWS), "y": np.linspace(0, 1, ROWS), "name": [f"row {row}" for row in range(ROWS)]})
@@ -32,17 +31,19 @@ def write(folder: Path, table: pa.Table = TABLE, rows_in_group: int = 500) -> li
     return check(index(str(folder)))
 
 
+def damage(file: Path, place: int, new: bytes) -> None:
+    """Overwrite bytes of a file, whose size and time stay as they are."""
+    data, stat = bytearray(file.read_bytes()), file.stat()
+    data[place : place + len(new)] = new
+    file.write_bytes(data)
+    os.utime(file, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+
+
 def test_a_good_data_set_has_no_findings(tmp_path: Path) -> None:
     assert write(tmp_path) == []
-    manifest = write_shards(Store(str(tmp_path / "ours")), [TABLE], TABLE.schema, ROWS, 2, row_group_bytes=20_000)
-    assert check(manifest) == []
-
-
-def test_every_row_group_is_checked(tmp_path: Path) -> None:
-    write(tmp_path)
-    seen: list[int] = []
-    check(load_manifest(str(tmp_path)), seen.append)
-    assert sum(seen) == ROWS // 500
+    manifest, seen = write_table(tmp_path / "ours", TABLE, num_shards=2, row_group_bytes=20_000), []
+    assert check(manifest, seen.append) == []
+    assert sum(seen) == len(manifest.row_counts) > 2
 
 
 def test_nulls_are_reported_by_row_group_and_column(tmp_path: Path) -> None:
@@ -89,11 +90,7 @@ def test_missing_and_damaged_shards_are_named_and_the_others_are_still_checked(t
     manifest = index(str(tmp_path))
     (tmp_path / "part-0.parquet").unlink()
     damaged = tmp_path / "part-1.parquet"
-    data, stat = bytearray(damaged.read_bytes()), damaged.stat()
-    place = pq.read_metadata(damaged).row_group(3).column(0).data_page_offset
-    data[place : place + 40] = bytes([255]) * 40
-    damaged.write_bytes(data)
-    os.utime(damaged, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+    damage(damaged, pq.read_metadata(damaged).row_group(3).column(0).data_page_offset, bytes([255]) * 40)
     findings = check(manifest)
     assert all(finding.severity == "error" for finding in findings)
     assert any("part-0.parquet is in the manifest but does not exist" in finding.message for finding in findings)
@@ -105,11 +102,7 @@ def test_values_that_contradict_the_footers_statistics_are_reported(tmp_path: Pa
     path = tmp_path / "part-0.parquet"
     pq.write_table(pa.table({"x": np.arange(100)}), path, compression="none", use_dictionary=False)
     manifest = index(str(tmp_path))
-    data, stat = bytearray(path.read_bytes()), path.stat()
-    place = data.find((50).to_bytes(8, "little"))
-    data[place : place + 8] = (5000).to_bytes(8, "little")
-    path.write_bytes(data)
-    os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+    damage(path, path.read_bytes().find((50).to_bytes(8, "little")), (5000).to_bytes(8, "little"))
     (finding,) = check(manifest)
     assert "column 'x' range from 0 to 5000, but the footer says 0 to 99" in finding.message
 
@@ -117,11 +110,7 @@ def test_values_that_contradict_the_footers_statistics_are_reported(tmp_path: Pa
 def test_a_damaged_footer_is_reported_even_if_size_and_time_are_unchanged(tmp_path: Path) -> None:
     write(tmp_path)
     file = tmp_path / "part-00000.parquet"
-    times = file.stat()
-    data = bytearray(file.read_bytes())
-    data[-200:-8] = bytes(192)
-    file.write_bytes(bytes(data))
-    os.utime(file, ns=(times.st_atime_ns, times.st_mtime_ns))
+    damage(file, file.stat().st_size - 200, bytes(192))
     (finding,) = check(load_manifest(str(tmp_path)))
     assert finding.severity == "error"
     assert "is not an intact Parquet file" in finding.message

@@ -32,6 +32,12 @@ def read(cache: DiskCache, key: str, length: int) -> bytes | None:
     return bytes(into) if cache.read_into(key, memoryview(into)) else None
 
 
+def fill(cache: DiskCache, numbers: range) -> None:
+    """Write entries of 100 bytes."""
+    for number in numbers:
+        cache.write(f"{number}", memoryview(bytes(96)))
+
+
 def test_only_written_entries_are_found(tmp_path: Path) -> None:
     cache = DiskCache(str(tmp_path), 10_000)
     assert read(cache, "a", 5) is None
@@ -92,8 +98,7 @@ def test_writes_look_at_few_entries(tmp_path: Path, listed: list[str]) -> None:
     for _ in range(128):
         cache.write("first", memoryview(bytes(96)))
     listed.clear()  # a new cache is counted, in parts
-    for number in range(400):
-        cache.write(f"{number}", memoryview(bytes(96)))
+    fill(cache, range(400))
     assert not listed
     assert size_of(tmp_path) == 40_100
 
@@ -103,13 +108,11 @@ def test_an_eviction_lists_a_few_folders_and_evicts_what_was_not_used(
 ) -> None:
     monkeypatch.setattr(cache_sizes, "SAMPLE_ENTRIES", 50)
     cache = DiskCache(str(tmp_path), 60_000)
-    for number in range(600):
-        cache.write(f"{number}", memoryview(bytes(96)))
+    fill(cache, range(600))
     for number in range(300):  # which were not used since long ago
         os.utime(cache._path(f"{number}"), (0, 0))
     listed.clear()
-    for number in range(600, 750):
-        cache.write(f"{number}", memoryview(bytes(96)))
+    fill(cache, range(600, 750))
     assert 54_000 <= size_of(tmp_path) <= 60_000
     assert len(listed) < 500
     assert all(read(cache, f"{number}", 96) is not None for number in range(300, 750))
@@ -118,8 +121,7 @@ def test_an_eviction_lists_a_few_folders_and_evicts_what_was_not_used(
 def test_a_cache_without_sizes_is_counted_in_parts(tmp_path: Path, listed: list[str]) -> None:
     """Such a cache was filled by an older version, or someone has deleted the file."""
     cache = DiskCache(str(tmp_path), 1000)
-    for number in range(9):
-        cache.write(f"{number}", memoryview(bytes(96)))
+    fill(cache, range(9))
     (tmp_path / "sizes").unlink()
     listed.clear()
     cache.write("9", memoryview(bytes(96)))
@@ -132,13 +134,11 @@ def test_a_cache_without_sizes_is_counted_in_parts(tmp_path: Path, listed: list[
 
 def test_entries_that_someone_deletes_make_room(tmp_path: Path) -> None:
     cache = DiskCache(str(tmp_path), 1000)
-    for number in range(10):
-        cache.write(f"{number}", memoryview(bytes(96)))
+    fill(cache, range(10))
     for file in entries(tmp_path)[1:]:
         file.unlink()
     kept = entries(tmp_path)
-    for number in range(10, 19):
-        cache.write(f"{number}", memoryview(bytes(96)))
+    fill(cache, range(10, 19))
     assert len(entries(tmp_path)) == 10
     assert set(kept) <= set(entries(tmp_path))
 
@@ -148,8 +148,7 @@ def test_a_cache_that_is_far_too_large_shrinks_over_several_writes(
 ) -> None:
     monkeypatch.setattr(cache_sizes, "SAMPLE_ENTRIES", 4)
     large, small = DiskCache(str(tmp_path), 30_000), DiskCache(str(tmp_path), 10_000)
-    for number in range(300):
-        large.write(f"{number}", memoryview(bytes(96)))
+    fill(large, range(300))
     sizes = []
     for number in range(300, 340):
         small.write(f"{number}", memoryview(bytes(96)))

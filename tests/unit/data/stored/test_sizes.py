@@ -10,8 +10,8 @@ import pytest
 from undula.data.prepare.index import index
 from undula.data.prepare.write import array_column, array_field
 from undula.data.stored.manifest import NUMBER_TYPES, Manifest
+from undula.data.stored.reads import WindowReads
 from undula.data.stored.shards import Shard
-from undula.data.stored.sizes import RowSizes
 
 ROWS = 1000
 
@@ -29,8 +29,8 @@ def decoded(manifest: Manifest, columns: tuple[str, ...] | None = None) -> list[
 
 
 def estimated(manifest: Manifest, columns: tuple[str, ...] | None = None) -> list[int]:
-    sizes = RowSizes(manifest, manifest.select(columns))
-    return [sizes.decoded(number, int(rows)) for number, rows in enumerate(manifest.row_counts)]
+    reads = WindowReads(manifest, manifest.select(columns))
+    return [reads.decoded_bytes(number, int(rows)) for number, rows in enumerate(manifest.row_counts)]
 
 
 @pytest.mark.parametrize("name", sorted(NUMBER_TYPES))
