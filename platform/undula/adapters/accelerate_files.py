@@ -8,13 +8,12 @@ import safetensors.torch
 import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
-
-from undula.state.pieces import is_sharded_tensor
+from torch.distributed.tensor import DTensor
 
 
 def weights_of(model: nn.Module) -> dict[str, Any]:
     """Return the weights of a model. Those of a sharded model are put together in the memory of rank 0; all ranks call this."""
-    if any(is_sharded_tensor(each) for each in model.parameters()):
+    if any(isinstance(each, DTensor) for each in model.parameters()):
         return dict(get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True)))
     return model.state_dict()
 

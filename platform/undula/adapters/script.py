@@ -14,8 +14,8 @@ from typing import Any
 
 import torch.distributed as dist
 
-from undula.cli.job_script import main as job_main
 from undula.config.yaml_file import Setting
+from undula.entry import main as job_main
 from undula.errors import SpecError, UsageError, one_sentence
 from undula.plan.plan import PlanSpec
 from undula.train.run import Run
