@@ -1,26 +1,17 @@
-"""A small script for Accelerate's loop, whose parts tests replace, and its training in this process."""
+"""A small script for Accelerate's loop, whose parts tests replace."""
 
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
+from adapters_kit import job_of_script, store_of, train_here
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from undula.adapters.accelerate import Accelerator
-from undula.adapters.script import Script, ScriptConfig
-from undula.config.job import load_spec
-from undula.driver.launch import record_job
-from undula.driver.preflight import check_job, examine
-from undula.parallel.layout import join_layout
-from undula.recovery.worker_state import LeaveGroup, WorkerState
-from undula.storage import open_store
+from undula.state.ledger import Ledger, read_ledger
 from undula.train.job import Job
-from undula.train.run import Run
-from undula.train.session import GroupSession
-from undula.train.setup import RunSetup
-from undula.train.single_process import local_world
 
 ROWS = TensorDataset(torch.ones(12, 2))
 
@@ -76,29 +67,14 @@ class Loop:
         pass
 
 
-def prepared_job(loop: Callable[[], None], folder: Path, *overrides: str) -> tuple[Script, Job]:
-    """Return a script as the driver has checked it, and its job, with two virtual workers."""
-    script = Script(loop)
-    (folder / "job.yaml").write_text("{name: loop, plan: {virtual_workers: 2}}")
-    loaded = load_spec(folder / "job.yaml", [f"runs={folder}/runs", *overrides], ScriptConfig, settings=script.settings)
-    examined = examine(script, loaded, check_job(loaded))
-    job = record_job(loaded, examined.plan, open_store(loaded.spec.run_url), examined.script_data).job
-    return Script(loop), job
+def job_of(loop: Callable[[], None], folder: Path, *overrides: str) -> Job:
+    """Return the job that the driver makes of a script, with two virtual workers."""
+    return job_of_script(loop, folder, *overrides, virtual_workers=2)
 
 
-def train_once(script: Script, job: Job, worker: WorkerState | None = None) -> None:
-    """Train in a group of one rank, which can end early and leave its state in the worker."""
-    worker = worker or WorkerState()
-    with local_world(torch.device("cpu")):
-        worker.join_group()
-        layout = join_layout(0, 1, torch.device("cpu"))
-        run = Run(GroupSession(RunSetup.of(job, layout, worker, lambda message: None)))
-        try:
-            script(run)
-        except (OSError, LeaveGroup):
-            run.hand_over()
-        finally:
-            run.free()
+def train(loop: Callable[[], None], folder: Path, *overrides: str) -> Ledger:
+    """Train a script on one rank, with two virtual workers."""
+    return read_ledger(store_of(train_here(loop, folder, *overrides, virtual_workers=2)))
 
 
 def changed(part: str, value: Callable[..., Any]) -> Loop:

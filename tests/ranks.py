@@ -23,7 +23,7 @@ PRELOADED = (
         "undula.optim.lamb",
         "undula.optim.lars",
     ),
-    *("undula.cli.job_script", "undula.testing.conformance"),
+    *("undula.entry", "undula.testing.conformance"),
 )
 """Modules that ranks import, or torch imports in their first step. The process that the ranks are forked from imports them once."""
 FROZEN = "frozen"

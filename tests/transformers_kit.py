@@ -4,16 +4,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import torch
+from adapters_kit import train_group
 from numbers_job import cpu_run
 from tiny_lm import Sequences, tiny_gpt
 from torch import nn
 from transformers import TrainerCallback, TrainingArguments
 
 from undula.adapters.script import Script
-from undula.recovery.worker_state import LeaveGroup, Request, WorkerState
+from undula.recovery.worker_state import Request, WorkerState
 from undula.train.job import Job
-from undula.train.single_process import local_world
 
 Calls = list[tuple[str, int, float | None]]
 STEPS = 50
@@ -132,12 +131,5 @@ def train_in_groups(
     worker = WorkerState(is_run=True, controller=object())
     for fails_at, leaves_at in (*ends, (None, None)):
         script = make(Ends(worker, fails_at, leaves_at))
-        with local_world(torch.device("cpu")):
-            worker.join_group()
-            run = cpu_run(job, worker=worker)
-            try:
-                Script(script)(run)
-            except (OSError, LeaveGroup):
-                run.hand_over()
-            run.free()
+        train_group(script, job, worker)
     return script

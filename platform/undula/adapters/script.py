@@ -8,23 +8,23 @@ import atexit
 import shlex
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
-from undula.cli.job_script import main as job_main
-from undula.config.yaml_file import Setting
+from undula.adapters.refusals import explained
+from undula.config.yaml_file import Setting, flatten
+from undula.driver.script import has_begun
+from undula.entry import main as job_main
 from undula.errors import SpecError, UsageError, one_sentence
 from undula.plan.plan import PlanSpec
 from undula.train.run import Run
 
-InDriver = Callable[[], AbstractContextManager[None]]
-_is_launched = False
 
-
-def launch(main: Callable[[], object], in_driver: InDriver = nullcontext) -> None:
+def launch(main: Callable[[], object]) -> None:
     """Train a script of another library as a job: check it, train on the available Ray cluster, and print where the result is.
 
     Call it at the end of the script instead of `main()`. The YAML of the job lies beside the script. Its `config.arguments` is the command
@@ -32,11 +32,8 @@ def launch(main: Callable[[], object], in_driver: InDriver = nullcontext) -> Non
 
     Args:
         main: Main function of the script. It runs in the driver until it starts to train, and in every worker from the beginning.
-        in_driver: Function that returns a context for the main function in the driver.
     """
-    global _is_launched
-    _is_launched = True
-    script = Script(main, in_driver)
+    script = Script(main)
     job_main(script, ScriptConfig, settings=script.settings)
 
 
@@ -59,22 +56,16 @@ def expect_launch() -> None:
 
 
 def _explain_launch() -> None:
-    if not _is_launched:
+    if not has_begun():
         text = "the script ended before it called launch(main); if it calls main() at its end, call launch(main) in its place"
         print(f"undula: {text}", file=sys.stderr, flush=True)
 
 
 class Script:
-    """Main function of a script, as the train function of a job.
+    """Main function of a script, as the train function of a job."""
 
-    Args:
-        main: Main function of the script.
-        in_driver: Function that returns a context for it in the driver.
-    """
-
-    def __init__(self, main: Callable[[], object], in_driver: InDriver = nullcontext):
+    def __init__(self, main: Callable[[], object]):
         self._main = main
-        self._in_driver = in_driver
         self._offer: Offer | None = None
 
     def __getstate__(self) -> dict[str, Any]:
@@ -90,17 +81,14 @@ class Script:
             SpecError: The script ends without training.
             UndulaError: The script asks for something that a run does not support.
         """
-        plan = tree.get("plan")
-        found = plan.get("virtual_workers") if isinstance(plan, Mapping) else None
-        workers = found if isinstance(found, int) else PlanSpec().virtual_workers
-        config = tree.get("config")
-        arguments = config.get("arguments") if isinstance(config, Mapping) else None
-        with _placed(Place(None, workers)), _command_line(arguments), self._in_driver():
-            try:
-                self._main()
-            except Offer as offer:
-                self._offer = offer
-                return offer.settings
+        given = dict(flatten(tree))
+        workers = given.get("plan.virtual_workers")
+        here = Place(None, workers if isinstance(workers, int) else PlanSpec().virtual_workers, given)
+        try:
+            self._run_main(here, given.get("config.arguments"))
+        except Offer as offer:
+            self._offer = offer
+            return offer.settings
         raise SpecError(
             "the script ended without training as a run; import Trainer or Accelerator from undula.adapters, and let the function that "
             "launch() gets train with it"
@@ -110,13 +98,17 @@ class Script:
         """Train on a rank, or give the dataset and the model to the driver's checks."""
         if self._offer is not None:
             self._offer.give(run)
-            return
-        with _placed(Place(run, self.virtual_workers_of(run))), _command_line(run.config.arguments):
-            self._main()
+        else:
+            self._run_main(Place(run, run.plan.spec.virtual_workers), run.config.arguments)
 
-    @staticmethod
-    def virtual_workers_of(run: Run) -> int:
-        return run.plan.spec.virtual_workers
+    def _run_main(self, here: "Place", arguments: object) -> None:
+        global _place
+        former, _place = _place, here
+        try:
+            with _command_line(arguments), explained():
+                self._main()
+        finally:
+            _place = former
 
 
 class Offer(BaseException):
@@ -141,10 +133,16 @@ class Place:
     """The run of which this process is a rank; None in the driver."""
     virtual_workers: int
     """Number of virtual workers of the plan, which the script sees as the number of processes."""
+    given: Mapping[str, Any] = field(default_factory=dict)
+    """Values of the job's YAML by dotted key, in the driver."""
 
     @property
     def rank(self) -> int:
         return self.run.rank if self.run else 0
+
+    @property
+    def device(self) -> torch.device:
+        return self.run.device if self.run else torch.device("cpu")
 
 
 _place: Place | None = None
@@ -165,16 +163,6 @@ def place() -> Place:
         with one_sentence():
             raise error
     raise error
-
-
-@contextmanager
-def _placed(here: Place) -> Iterator[None]:
-    global _place
-    former, _place = _place, here
-    try:
-        yield
-    finally:
-        _place = former
 
 
 @contextmanager

@@ -16,6 +16,11 @@ def note_begin() -> None:
     _has_begun = True
 
 
+def has_begun() -> bool:
+    """Return whether the script of this process has called an entry point that starts a run."""
+    return _has_begun
+
+
 def run_script(script: Path, arguments: Sequence[str]) -> None:
     """Do what `python script arguments...` does, in this process.
 
@@ -32,5 +37,5 @@ def run_script(script: Path, arguments: Sequence[str]) -> None:
     if not _has_begun:
         raise UsageError(
             f"{script.name} has ended and started no run; end it with undula.main(train), or with launch(main) of "
-            "undula.adapters.transformers or undula.adapters.accelerate"
+            "undula.adapters.transformers, undula.adapters.accelerate or undula.adapters.lightning"
         )

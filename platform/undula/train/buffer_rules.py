@@ -6,8 +6,9 @@ import torch
 from torch import Tensor
 
 from undula.errors import UsageError
-from undula.parallel.collectives import AllReduce, as_real
+from undula.parallel.collectives import AllReduce
 from undula.parallel.reduce.exact import ExactSum
+from undula.state.pieces import as_real
 
 STEP_COUNTER = "num_batches_tracked"
 """Name of BatchNorm's buffer, which counts steps."""

@@ -90,7 +90,9 @@ class OpenGradients:
         """
         _HeldGradient.ignores_zero_grad = not after_backward
         gradients = list(map(_grad_of, self._parameters))
-        if len(gradients) == len(self._gradients) and all(map(is_, gradients, self._gradients)):  # they are held already
+        if len(gradients) == len(self._gradients) and all(
+            map(is_, gradients, self._gradients)
+        ):  # they are held already
             return
         self._gradients = gradients
         present = [each for each in self._gradients if each is not None]

@@ -1,6 +1,5 @@
 """Tests of the stand-in for Accelerate's Accelerator: equality with Accelerate itself, any world size, and interruptions."""
 
-import difflib
 import json
 import re
 import runpy
@@ -13,32 +12,24 @@ from typing import Any
 import pytest
 import safetensors.torch
 import torch
-from accelerate_kit import ROWS, Loop, prepared_job, train_once
+from accelerate_kit import ROWS, Loop, job_of, train
+from adapters_kit import job_of_script, store_of, train_group
 from alone import train_alone
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from undula.adapters import accelerate_loaders
-from undula.adapters.accelerate import Accelerator
+from undula.adapters.accelerate import Accelerator, loaders
 from undula.data.script.loader_processes import Loader
 from undula.errors import SpecError
 from undula.plan.plan import Plan
 from undula.recovery.worker_state import Request, WorkerState
 from undula.state.events import CheckpointEvent, LogEvent
 from undula.state.ledger import events_of, read_ledger
-from undula.storage import Store, open_store
+from undula.storage import Store
 
 FOLDER = Path(__file__).parents[2] / "migration"
 
 BEFORE, AFTER = FOLDER / "accelerate_before.py", FOLDER / "accelerate_after.py"
-MOST_CHANGED_LINES = 5
-
-
-def test_a_script_changes_in_few_lines() -> None:
-    lines = [file.read_text().splitlines() for file in (BEFORE, AFTER)]
-    changes = [line for line in difflib.ndiff(*lines) if line.startswith(("- ", "+ "))]
-    assert len([line for line in changes if line.startswith("+ ")]) <= MOST_CHANGED_LINES
-    assert len([line for line in changes if line.startswith("- ")]) <= MOST_CHANGED_LINES
 
 
 def train_after(folder: Path, name: str, *overrides: str, world_size: int = 1, arguments: str = "") -> Store:
@@ -158,21 +149,21 @@ class Interrupted(Loop):
 
 def test_work_after_an_epoch_is_done_once(tmp_path: Path) -> None:
     loop = Interrupted()
-    script, job = prepared_job(loop, tmp_path, "checkpoint.every_steps=1000")
+    job = job_of(loop, tmp_path, "checkpoint.every_steps=1000")
     assert job.plan.global_batch == 4
     loop.leaves_after = 1
-    train_once(script, job, loop.worker)
+    train_group(loop, job, loop.worker)
     assert loop.done == []
     loop.leaves_after, loop.fails_after = None, 0
-    train_once(script, job, loop.worker)  # step 2 ends the epoch, and the work after it fails
+    train_group(loop, job, loop.worker)  # step 2 ends the epoch, and the work after it fails
     assert loop.done == []
     loop.fails_after = 1
-    train_once(script, job, loop.worker)
+    train_group(loop, job, loop.worker)
     assert loop.done == [(0, 3)]
     loop.fails_after = None
-    train_once(script, job, loop.worker)  # all steps are done, but not the work after the last epoch
+    train_group(loop, job, loop.worker)  # all steps are done, but not the work after the last epoch
     assert loop.done == [(0, 3), (1, 6)]
-    assert read_ledger(open_store(job.run_url)).steps["step"].to_pylist() == list(range(6))
+    assert read_ledger(store_of(job)).steps["step"].to_pylist() == list(range(6))
 
 
 class Saving(Loop):
@@ -193,9 +184,8 @@ class Saving(Loop):
 
 
 def test_a_script_saves_weights_and_asks_for_checkpoints(tmp_path: Path) -> None:
-    script, job = prepared_job(Saving(tmp_path), tmp_path, "checkpoint.every_steps=1000")
-    train_once(script, job)
-    events = events_of(read_ledger(open_store(job.run_url)).events, CheckpointEvent)
+    ledger = train(Saving(tmp_path), tmp_path, "checkpoint.every_steps=1000")
+    events = events_of(ledger.events, CheckpointEvent)
     assert [event.step for event in events] == [4, 6]
     weights = [safetensors.torch.load_file(tmp_path / each / "model.safetensors")["weight"] for each in ("0", "1")]
     assert not weights[0].equal(weights[1])
@@ -219,7 +209,7 @@ class Evaluating(Loop):
 
 
 def test_what_is_gathered_is_in_the_order_of_the_dataset(tmp_path: Path) -> None:
-    train_once(*prepared_job(Evaluating(), tmp_path))
+    train(Evaluating(), tmp_path)
 
 
 class Clearing(Loop):
@@ -242,9 +232,7 @@ def test_zero_grad_of_a_model_deletes_no_gradient_of_a_step(tmp_path: Path) -> N
     for loop in (Clearing(), clearing, Loop()):
         folder = tmp_path / str(len(found))
         folder.mkdir()
-        script, job = prepared_job(loop, folder)
-        train_once(script, job)
-        found.append(read_ledger(open_store(job.run_url)).steps["loss"].to_pylist())
+        found.append(train(loop, folder).steps["loss"].to_pylist())
     assert found[0] == found[1] == found[2]
 
 
@@ -260,10 +248,10 @@ class PreparesLate(Loop):
 def test_a_loader_that_is_prepared_in_an_epoch_has_its_own_dataset_and_leaves_no_process(tmp_path: Path) -> None:
     worker = WorkerState()
     made: list[Loader] = []
-    script, job = prepared_job(PreparesLate(), tmp_path)
+    job = job_of(PreparesLate(), tmp_path)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(accelerate_loaders, "Loader", lambda workers: made.append(Loader(workers)) or made[-1])
-        train_once(script, job, worker)
+        patch.setattr(loaders, "Loader", lambda workers: made.append(Loader(workers)) or made[-1])
+        train_group(PreparesLate(), job, worker)
     assert len(made) == 2
     assert not any(loader._context.started() for loader in made)
     assert not [name for name in worker.kept if "evaluation" in name]
@@ -286,9 +274,7 @@ class LogsAfter(Loop):
 
 
 def test_what_is_logged_after_the_optimizers_step_is_one_event(tmp_path: Path) -> None:
-    script, job = prepared_job(LogsAfter(), tmp_path)
-    train_once(script, job)
-    ledger = read_ledger(open_store(job.run_url))
+    ledger = train(LogsAfter(), tmp_path)
     means = [float(rows.mean()) for rows in torch.arange(24.0).reshape(3, 8) / 24]
     assert [json.loads(each) for each in ledger.steps["logged"].to_pylist()] == [
         {"before": pytest.approx(mean)} for mean in means
@@ -312,7 +298,7 @@ def test_the_length_of_a_loader_that_drops_is_that_of_the_plan(
             lengths.append(len(accelerator._training))
 
     loop = Drops(gradient_accumulation_steps=4)
-    _, job = prepared_job(loop, tmp_path, "plan.virtual_workers=1", "workers.max=1")
+    job = job_of_script(loop, tmp_path, "workers.max=1")
     assert (job.plan.global_batch, lengths[-1]) == (8, batches)
     assert Plan(job.plan, rows).steps_per_epoch == steps
 
@@ -325,7 +311,7 @@ class Autocasts(Loop):
 
 
 def test_autocast_computes_in_the_precision_of_the_yaml(tmp_path: Path) -> None:
-    train_once(*prepared_job(Autocasts(), tmp_path, "precision.compute=bf16"))
+    train(Autocasts(), tmp_path, "precision.compute=bf16")
 
 
 @pytest.mark.parametrize(
@@ -336,17 +322,17 @@ def test_a_wrong_key_of_config_is_refused_before_the_script_runs(tmp_path: Path,
         raise AssertionError
 
     with pytest.raises(SpecError, match=rf"^command line: unknown key config\.{key}: {re.escape(fix)}$"):
-        prepared_job(never, tmp_path, f"config.{key}=x")
+        job_of(never, tmp_path, f"config.{key}=x")
 
 
 def test_settings_follow_from_the_script_and_contradictions_are_refused(tmp_path: Path) -> None:
     loop = Loop(gradient_accumulation_steps=3, mixed_precision="no")
     loop.loader = lambda: DataLoader(ROWS, batch_size=2, shuffle=True, drop_last=True)  # type: ignore[method-assign]
-    _, job = prepared_job(loop, tmp_path)
+    job = job_of(loop, tmp_path)
     plan = job.plan
     assert (plan.global_batch, plan.micro_batch, plan.shuffle, plan.last_step) == (12, 2, "window", "drop")
     assert (plan.epochs, job.schedule.base_lr, job.schedule.decay) == (2, 0.1, "constant")
     with pytest.raises(
         SpecError, match=r"plan.global_batch is 64, but the training DataLoader of the script makes it 12"
     ):
-        prepared_job(loop, tmp_path, "plan.global_batch=64")
+        job_of(loop, tmp_path, "plan.global_batch=64")

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from accelerate_kit import ROWS, Loop, changed, prepared_job, train_once
+from accelerate_kit import ROWS, Loop, changed, job_of, train
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset, WeightedRandomSampler
 
@@ -22,7 +22,7 @@ def test_a_scheduler_that_prepare_did_not_get_is_refused(tmp_path: Path) -> None
     loop = Loop()
     loop.optimizer = with_scheduler  # type: ignore[method-assign]
     with pytest.raises(UsageError, match=r"^the optimizer has a scheduler that accelerator.prepare\(\) did not get"):
-        prepared_job(loop, tmp_path)
+        job_of(loop, tmp_path)
 
 
 def with_scheduler(model: nn.Module) -> torch.optim.Optimizer:
@@ -67,9 +67,8 @@ def clips_a_part(accelerator: Any, model: nn.Module) -> None:
     ],
 )  # fmt: skip
 def test_wrong_calls_in_the_loop_are_refused(tmp_path: Path, loop: Loop, sentence: str) -> None:
-    script, job = prepared_job(loop, tmp_path)
     with pytest.raises((UsageError, AttributeError)) as caught:
-        train_once(script, job)
+        train(loop, tmp_path)
     assert str(caught.value).startswith(sentence)
 
 
@@ -106,9 +105,8 @@ class Unfinished(Loop):
     ],
 )
 def test_a_loop_that_is_not_complete_is_refused(tmp_path: Path, lacks: str, sentence: str) -> None:
-    script, job = prepared_job(Unfinished(lacks), tmp_path)
     with pytest.raises(UsageError) as caught:
-        train_once(script, job)
+        train(Unfinished(lacks), tmp_path)
     assert str(caught.value).startswith(sentence)
 
 
@@ -148,13 +146,13 @@ class Streamed:
 )  # fmt: skip
 def test_what_a_run_cannot_do_is_refused_in_the_driver(tmp_path: Path, loop: Loop, sentence: str) -> None:
     if not sentence:
-        _, job = prepared_job(loop, tmp_path)
+        job = job_of(loop, tmp_path)
         assert (job.plan.global_batch, job.plan.micro_batch) == (2, 1)
         return
     if "a training" in sentence:
         loop.evaluation = lambda: "none"  # type: ignore[method-assign]
     with pytest.raises(UndulaError) as caught:
-        prepared_job(loop, tmp_path)
+        job_of(loop, tmp_path)
     assert str(caught.value).startswith(sentence)
     assert "\n" not in str(caught.value)
 

@@ -1,22 +1,18 @@
 """Tests that a script of each adapter goes through a rehearsal, in which a worker compiles the model before it joins a group."""
 
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from accelerate_kit import changed, prepared_job
+from accelerate_kit import changed
 from adapters_kit import job_of_script
-from lightning_pair import blocks, defined, load
+from lightning_pair import blocks, defined
 from transformers_kit import Trained, arguments
 
 from undula.adapters.script import Script
 from undula.adapters.transformers import Trainer
-from undula.config.job import LoadedSpec
-from undula.driver.launch import job_of
-from undula.driver.preflight import check_job, examine
 from undula.telemetry.messages import Message
 from undula.train.job import Job
 from undula.train.rehearsal import RehearsedStep, rehearse
@@ -53,13 +49,11 @@ def test_a_loop_for_accelerate_is_rehearsed(told: Any, tmp_path: Path, determini
         accelerator.log({"rate": 1.0})
         accelerator.clip_grad_norm_(model.parameters(), 1.0)
 
-    script, job = prepared_job(changed("in_step", in_step), tmp_path)
-    assert told(script, replace(job, deterministic=deterministic)) == []
+    loop = changed("in_step", in_step)
+    job = job_of_script(loop, tmp_path, f"deterministic={deterministic}", virtual_workers=2)
+    assert told(Script(loop), job) == []
 
 
 def test_a_module_of_lightning_is_rehearsed(told: Any, tmp_path: Path) -> None:
-    names = defined(blocks()[1])
-    loaded: LoadedSpec = load(tmp_path)
-    examined = examine(names["train"], loaded, check_job(loaded))
-    job = job_of(loaded, "run", script_data=examined.script_data)
-    assert told(names["train"], job) == []
+    main = defined(blocks()[1])["main"]
+    assert told(Script(main), job_of_script(main, tmp_path, virtual_workers=2)) == []

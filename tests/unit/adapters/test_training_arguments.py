@@ -14,17 +14,17 @@ from transformers import Seq2SeqTrainingArguments, TrainingArguments, training_a
 from transformers_kit import Trained, arguments
 
 from undula.adapters import script
-from undula.adapters import transformers as adapter
-from undula.adapters.arguments import DECIDED_BY_THE_PLAN, FIXES, HONOURED, WITHOUT_EFFECT, refuse_unsupported
-from undula.adapters.hugging_face import joined
-from undula.adapters.transformers import ElasticMixin, Trainer, launch
+from undula.adapters.refusals import TRAINING_ARGUMENTS
+from undula.adapters.transformers import ElasticMixin, Trainer, launch, trainer
+from undula.adapters.transformers.arguments import DECIDED_BY_THE_PLAN, HONOURED, WITHOUT_EFFECT, refuse_unsupported
+from undula.adapters.transformers.library import joined
 from undula.errors import SpecError, UsageError
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def test_every_argument_is_known_and_has_one_treatment() -> None:
-    treatments = (DECIDED_BY_THE_PLAN, HONOURED, WITHOUT_EFFECT, frozenset(FIXES))
+    treatments = (DECIDED_BY_THE_PLAN, HONOURED, WITHOUT_EFFECT, frozenset(TRAINING_ARGUMENTS))
     known = frozenset().union(*treatments)
     assert sum(map(len, treatments)) == len(known)
     assert known == {field.name for field in fields(TrainingArguments)}
@@ -117,7 +117,7 @@ def test_a_driver_without_a_gpu_says_where_else_to_ask_for_a_format(
     for name in ("is_torch_bf16_gpu_available", "is_torch_tf32_available"):
         monkeypatch.setattr(training_args, name, lambda: False)
     monkeypatch.setattr(script, "job_main", lambda train, config, settings: settings({}))
-    with pytest.raises(SpecError) as caught:
+    with pytest.raises(UsageError) as caught:
         launch(lambda: TrainingArguments(output_dir=str(tmp_path), **{argument: True}))
     assert str(caught.value).startswith(sentence)
 
@@ -148,20 +148,18 @@ def test_an_evaluation_dataset_without_a_length_is_refused_before_a_worker_start
 def test_another_evaluation_dataset_gets_other_loader_processes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    kept, make = [], adapter.kept_loader
+    kept, make = [], trainer.kept_loader
     monkeypatch.setattr(
-        adapter, "kept_loader", lambda run, name, workers: kept.append(name) or make(run, name, workers)
+        trainer, "kept_loader", lambda run, name, workers: kept.append(name) or make(run, name, workers)
     )
 
     def main() -> None:
         args = arguments(tmp_path / "out", max_steps=2, eval_steps=1, save_strategy="no")
-        trainer = Trainer(
-            model=tiny_gpt(), args=args, train_dataset=Sequences(16), eval_dataset=Sequences(5, first=1000)
-        )
-        trainer.train()
-        trainer.evaluate()
-        trainer.eval_dataset = Sequences(5, first=2003)
-        trainer.evaluate()
+        made = Trainer(model=tiny_gpt(), args=args, train_dataset=Sequences(16), eval_dataset=Sequences(5, first=1000))
+        made.train()
+        made.evaluate()
+        made.eval_dataset = Sequences(5, first=2003)
+        made.evaluate()
 
     train_here(main, tmp_path)
     assert kept == ["eval"] * 3

@@ -196,7 +196,7 @@ def test_a_trainer_in_the_train_function_of_another_script_is_an_error_of_the_ru
 def test_a_started_script_that_does_not_launch_ends_with_what_to_do(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(script, "_is_launched", False)
+    monkeypatch.setattr("undula.driver.script._has_begun", False)
     registered: list[Callable[[], None]] = []
     monkeypatch.setattr(atexit, "register", registered.append)
     script.expect_launch()

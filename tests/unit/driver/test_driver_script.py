@@ -10,7 +10,7 @@ from jobs_kit import ROOT
 DRIVER = ROOT / "platform" / "undula" / "driver" / "__main__.py"
 SENTENCE = (
     "undula: job.py has ended and started no run; end it with undula.main(train), or with launch(main) of "
-    "undula.adapters.transformers or undula.adapters.accelerate\n"
+    "undula.adapters.transformers, undula.adapters.accelerate or undula.adapters.lightning\n"
 )
 
 

@@ -9,19 +9,21 @@ from typing import Any
 import pytest
 import pytorch_lightning as pl
 import torch
+from adapters_kit import changed_lines, job_of_script, store_of, train_here
 from alone import train_alone
-from lightning_pair import blocks, changed_lines, defined, load, train_here
+from lightning_pair import blocks, defined
 from pytorch_lightning.callbacks import EarlyStopping, ModelCheckpoint
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau, StepLR
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset, WeightedRandomSampler
 
-from undula.adapters.lightning import fit
-from undula.adapters.lightning_library import require_lightning
+from undula.adapters.lightning import Trainer, fit
+from undula.adapters.lightning.library import require_lightning
+from undula.config.job import load_spec
 from undula.driver.model_facts import script_facts
 from undula.errors import SpecError, UsageError
 from undula.state.events import EndEvent, ValidationEvent
-from undula.state.ledger import events_of, last_event, read_ledger
+from undula.state.ledger import Ledger, events_of, last_event, read_ledger
 from undula.testing import conformance
 
 MODULE_HOOKS = (
@@ -37,7 +39,6 @@ CALLBACK_HOOKS = (
     "on_validation_epoch_start on_validation_batch_start on_validation_batch_end on_validation_epoch_end on_validation_end "
     "on_train_epoch_end on_train_end on_fit_end teardown"
 )
-ONE = ("plan.global_batch=16", "plan.virtual_workers=1", "validation.every_steps=12", "workers.max=1")
 SILENT = (
     "gradient_clip_val=0.5, accelerator='cpu', devices=1, num_sanity_val_steps=-1, logger=False, enable_checkpointing=False, "
     "enable_progress_bar=False, enable_model_summary=False, callbacks=CALLBACKS)"
@@ -97,13 +98,13 @@ def test_losses_and_hooks_are_those_of_lightnings_own_trainer(tmp_path: Path, sc
         warnings.simplefilter("ignore")
         prepared(before, theirs, scheduler)["main"]()
     ours: list[Any] = []
-    names = prepared(after.replace("Digits())", "Digits(), callbacks=CALLBACKS)"), ours, scheduler)
+    names = prepared(after, ours, scheduler)
 
-    def train(run: Any) -> None:
+    def main() -> None:
         ours.clear()  # the driver has run the script before
-        names["train"](run)
+        names["main"]()
 
-    store = train_here(train, load(tmp_path, *ONE, "plan.shuffle=none"))
+    store = store_of(train_here(main, tmp_path))
     hooks = [[call for call in calls if call[0] != "loss"] for calls in (theirs, ours)]
     assert hooks[0] == hooks[1]
     losses = [[call[1] for call in calls if call[0] == "loss"] for calls in (theirs, ours)]
@@ -113,9 +114,9 @@ def test_losses_and_hooks_are_those_of_lightnings_own_trainer(tmp_path: Path, sc
     assert recorded == pytest.approx([sum(losses[0][at : at + 2]) / 2 for at in range(0, 96, 2)], abs=1e-6)
 
 
-def test_a_script_changes_in_at_most_ten_lines() -> None:
-    removed, added = changed_lines()
-    assert (removed, added) == (4, 5)
+def test_a_script_changes_in_three_lines() -> None:
+    before, after, _ = blocks()
+    assert changed_lines(before.splitlines(), after.splitlines()) == (2, 3)
 
 
 def test_the_number_of_ranks_changes_no_bit(tmp_path: Path) -> None:
@@ -179,15 +180,35 @@ class Tiny(pl.LightningModule):
         return DataLoader(TensorDataset(torch.ones(3, 3)), batch_size=4)
 
 
-JOB = (
-    *("plan.shuffle=none", "plan.global_batch=4", "plan.virtual_workers=1", "plan.micro_batch=null", "plan.epochs=2"),
-    *("validation.every_steps=2", "workers.max=1"),
-)
+def train_module(make: Callable[[], pl.LightningModule], folder: Path, *overrides: str, **more: Any) -> Ledger:
+    """Train a module for two epochs of three steps, on one rank."""
+    workers = more.pop("virtual_workers", 1)
+
+    def main() -> None:
+        Trainer(**{"max_epochs": 2, **more}).fit(make())
+
+    job = train_here(main, folder, "validation.every_steps=2", *overrides, virtual_workers=workers)
+    return read_ledger(store_of(job))
+
+
+JOB = """
+name: digits
+plan: {shuffle: none, global_batch: 4, virtual_workers: 1, epochs: 2}
+validation: {every_steps: 2}
+workers: {max: 1}
+"""
+"""Job of a script of `undula.main`, whose YAML has the plan of Tiny."""
+
+
+def examine_fit(module: Any, folder: Path, *overrides: str, **more: Any) -> None:
+    """Run a script of `undula.main` in the driver."""
+    (folder / "digits.yaml").write_text(JOB)
+    script_facts(lambda run: fit(run, module, **more), load_spec(folder / "digits.yaml", overrides), None)
 
 
 def test_a_run_of_a_module_with_state_of_its_own_resumes_exactly(tmp_path: Path) -> None:
-    load(tmp_path)
-    conformance.check(lambda run: fit(run, Tiny()), tmp_path / "digits.yaml", *JOB)
+    (tmp_path / "digits.yaml").write_text(JOB)
+    conformance.check(lambda run: fit(run, Tiny()), tmp_path / "digits.yaml", f"runs={tmp_path}")
 
 
 def test_a_callback_can_end_the_run(tmp_path: Path) -> None:
@@ -195,11 +216,86 @@ def test_a_callback_can_end_the_run(tmp_path: Path) -> None:
         def on_train_epoch_end(self, trainer: Any, module: Any) -> None:
             trainer.should_stop = float(trainer.callback_metrics["loss"]) > 0
 
-    store = train_here(lambda run: fit(run, Tiny(), callbacks=[Ends()]), load(tmp_path, *JOB))
-    end = last_event(read_ledger(store).events, EndEvent)
+    ledger = train_module(Tiny, tmp_path, callbacks=Ends())
+    end = last_event(ledger.events, EndEvent)
     assert end is not None
     assert (end.step, end.reason) == (3, "the script set trainer.should_stop")
-    assert '"a"' in read_ledger(store).steps["logged"].to_pylist()[0]
+    assert '"a"' in ledger.steps["logged"].to_pylist()[0]
+
+
+def test_settings_follow_from_the_script_and_contradictions_are_refused(tmp_path: Path) -> None:
+    def main() -> None:
+        Trainer(max_steps=7, accumulate_grad_batches=3, precision="bf16-mixed", deterministic=True, logger=False).fit(
+            Shuffling()
+        )
+
+    job = job_of_script(main, tmp_path, virtual_workers=2)
+    plan = job.plan
+    assert (plan.global_batch, plan.micro_batch, plan.shuffle, plan.last_step) == (12, 2, "window", "drop")
+    assert (plan.epochs, plan.max_steps, job.validation.every_steps) == (7, 7, 1)
+    assert (job.schedule.base_lr, job.gradient.max_norm) == (0.01, None)
+    assert (job.precision.compute, job.deterministic) == ("bf16", True)
+    yaml = ("plan.epochs=9", "validation.every_steps=5", "gradient.max_norm=2.0")
+    job = job_of_script(main, tmp_path, *yaml, virtual_workers=2)
+    assert (job.plan.epochs, job.validation.every_steps, job.gradient.max_norm) == (9, 5, 2.0), (
+        "the script says nothing"
+    )
+    sentence = r"plan.max_steps is 8, but Trainer\(max_steps=...\) of the script makes it 7; remove plan.max_steps, and set max_steps of"
+    with pytest.raises(SpecError, match=sentence):
+        job_of_script(main, tmp_path, "plan.max_steps=8", virtual_workers=2)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "steps"),
+    [
+        ({}, 3),
+        ({"check_val_every_n_epoch": 2}, 6),
+        ({"val_check_interval": 0.5}, 1),
+        ({"val_check_interval": 4, "accumulate_grad_batches": 2}, 2),
+    ],
+)
+def test_validations_are_as_often_as_in_lightning(tmp_path: Path, arguments: dict[str, Any], steps: int) -> None:
+    job = job_of_script(lambda: Trainer(max_epochs=2, **arguments).fit(Tiny()), tmp_path)
+    assert job.validation.every_steps == steps
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        ({"strategy": "ddp"}, "Trainer does not take strategy=; remove it; a model"),
+        ({"limit_train_batches": 0.1}, "Trainer does not take limit_train_batches=; remove it; a run takes all"),
+        ({"gpus": 2}, "Trainer got gpus=, which it does not know; remove it"),
+        (
+            {"precision": "64-true"},
+            "Trainer got precision='64-true'; set it to one of '32-true', '32', 32, 'bf16-mixed'",
+        ),
+        ({"max_epochs": -1}, "Trainer got max_epochs=-1, which never ends"),
+    ],
+)
+def test_arguments_of_lightnings_trainer_that_a_run_cannot_honour_are_refused(
+    tmp_path: Path, arguments: dict[str, Any], sentence: str
+) -> None:
+    with pytest.raises(UsageError) as caught:
+        job_of_script(lambda: Trainer(**arguments).fit(Tiny()), tmp_path)
+    assert str(caught.value).startswith(sentence)
+
+
+@pytest.mark.parametrize(
+    ("call", "sentence"),
+    [
+        (
+            lambda trainer: trainer.fit(Tiny(), ckpt_path="last"),
+            "Trainer.fit() does not take ckpt_path=; submit the job",
+        ),
+        (lambda trainer: trainer.test(Tiny()), "Trainer.test is not possible in a run; load the weights"),
+    ],
+)
+def test_other_work_of_lightnings_trainer_is_refused(
+    tmp_path: Path, call: Callable[[Any], None], sentence: str
+) -> None:
+    with pytest.raises(UsageError) as caught:
+        job_of_script(lambda: call(Trainer(max_epochs=1)), tmp_path)
+    assert str(caught.value).startswith(sentence)
 
 
 class Mixed(Tiny):
@@ -210,8 +306,8 @@ class Mixed(Tiny):
 
 
 def test_the_whole_training_step_computes_in_the_precision_of_the_job(tmp_path: Path) -> None:
-    store = train_here(lambda run: fit(run, Mixed()), load(tmp_path, *JOB, "precision.compute=bf16"))
-    assert read_ledger(store).steps["logged"].to_pylist() == ['{"is_bf16": 1.0}'] * 6
+    ledger = train_module(Mixed, tmp_path, "precision.compute=bf16")
+    assert ledger.steps["logged"].to_pylist() == ['{"is_bf16": 1.0}'] * 6
 
 
 def with_method(name: str, method: Callable[..., Any]) -> type[Tiny]:
@@ -237,6 +333,12 @@ def optimizers(make: Callable[[Any], Any]) -> Callable[[Any], Any]:
     return lambda self: make(torch.optim.SGD(self.parameters(), lr=0.01))
 
 
+class Shuffling(Tiny):
+    def train_dataloader(self) -> Any:
+        dataset = TensorDataset(torch.ones(13, 3))
+        return DataLoader(dataset, batch_size=2, shuffle=True, drop_last=True)
+
+
 REFUSED: dict[str, tuple[type[Tiny], str]] = {
     "manual": (Manual, "Manual sets automatic_optimization=False, but a run calls backward"),
     "iter": (
@@ -253,23 +355,19 @@ REFUSED: dict[str, tuple[type[Tiny], str]] = {
     ),
     "sampler": (
         with_method("train_dataloader", loader(sampler=WeightedRandomSampler([1.0] * 12, 12))),
-        "the DataLoader of train_dataloader() has a WeightedRandomSampler, but the plan decides",
+        "train_dataloader() returned a DataLoader with a WeightedRandomSampler; set shuffle= instead",
+    ),
+    "validation sampler": (
+        with_method("val_dataloader", loader(sampler=WeightedRandomSampler([1.0] * 12, 12))),
+        "val_dataloader() returned a DataLoader with a WeightedRandomSampler; set shuffle= instead",
+    ),
+    "collate": (
+        with_method("val_dataloader", loader(collate_fn=list)),
+        "the DataLoaders of train_dataloader() and val_dataloader() have different collate_fn=",
     ),
     "iterable": (
         with_method("train_dataloader", lambda self: DataLoader(Endless(), batch_size=4)),
-        "the DataLoader of train_dataloader() has an IterableDataset, whose samples have no index",
-    ),
-    "size": (
-        with_method("train_dataloader", loader(batch_size=3)),
-        "the DataLoader of train_dataloader() has batch_size=3, but the plan has micro-batches of 4 samples",
-    ),
-    "shuffle": (
-        with_method("train_dataloader", loader(shuffle=True)),
-        "the DataLoader of train_dataloader() has shuffle=True, but plan.shuffle is none; set plan.shuffle=window",
-    ),
-    "drop": (
-        with_method("train_dataloader", loader(drop_last=True)),
-        "the DataLoader of train_dataloader() has drop_last=True",
+        "train_dataloader() returned a DataLoader of an IterableDataset, whose samples have no index",
     ),
     "several": (
         with_method("configure_optimizers", optimizers(lambda optimizer: [optimizer, optimizer])),
@@ -288,10 +386,6 @@ REFUSED: dict[str, tuple[type[Tiny], str]] = {
         ),
         "configure_optimizers() returned a ReduceLROnPlateau, which needs a metric",
     ),
-    "rate": (
-        with_method("configure_optimizers", optimizers(lambda optimizer: optimizer)),
-        "the optimizer of configure_optimizers() has the learning rate 0.01, but schedule.base_lr is 0.001; set schedule.base_lr=0.01",
-    ),
     "strategy": (
         with_method("setup", lambda self, stage: self.trainer.strategy.barrier()),
         "self.trainer.strategy.barrier was read, but a run has no strategy of Lightning",
@@ -307,57 +401,71 @@ REFUSED: dict[str, tuple[type[Tiny], str]] = {
 def test_what_a_run_does_not_support_is_refused_before_a_worker_starts(tmp_path: Path, kind: str) -> None:
     make, sentence = REFUSED[kind]
     with pytest.raises(UsageError) as caught:
-        script_facts(lambda run: fit(run, make()), load(tmp_path, *JOB), None)
+        job_of_script(lambda: Trainer(max_epochs=1).fit(make()), tmp_path)
+    assert str(caught.value).startswith(sentence)
+
+
+MAKES = "the DataLoader of train_dataloader() makes "
+
+
+@pytest.mark.parametrize(
+    ("method", "value", "sentence"),
+    [
+        ("train_dataloader", loader(batch_size=3), f"{MAKES}plan.micro_batch 3, but the job has 4; set it in the job's YAML"),
+        ("train_dataloader", loader(shuffle=True), f'{MAKES}plan.shuffle "window", but the job has "none"; set it'),
+        ("train_dataloader", loader(batch_size=5, drop_last=True), f"{MAKES}plan.micro_batch 5, but"),
+        ("train_dataloader", lambda self: DataLoader(TensorDataset(torch.ones(13, 3)), 4, drop_last=True), f'{MAKES}plan.last_step "drop"'),
+        ("configure_optimizers", optimizers(lambda it: it), "the optimizer of configure_optimizers() makes schedule.base_lr 0.01"),
+    ],
+)  # fmt: skip
+def test_fit_refuses_a_plan_of_the_yaml_that_the_script_contradicts(
+    tmp_path: Path, method: str, value: Any, sentence: str
+) -> None:
+    with pytest.raises(UsageError) as caught:
+        examine_fit(with_method(method, value)(), tmp_path)
     assert str(caught.value).startswith(sentence)
 
 
 @pytest.mark.parametrize(
     ("callback", "sentence"),
     [
-        (
-            ModelCheckpoint,
-            "fit() got the callback ModelCheckpoint, which a run does not take; set checkpoint.every_steps",
-        ),
-        (
-            lambda: EarlyStopping("val_loss"),
-            "fit() got the callback EarlyStopping, which a run does not take; set stop in",
-        ),
+        (ModelCheckpoint, "fit() got the callback ModelCheckpoint, which a run does not take; set checkpoint.every_steps"),
+        (lambda: EarlyStopping("val_loss"), "fit() got the callback EarlyStopping, which a run does not take; set stop in"),
     ],
-)
+)  # fmt: skip
 def test_callbacks_are_answered_by_what_replaces_them(
     tmp_path: Path, callback: Callable[[], pl.Callback], sentence: str
 ) -> None:
     with pytest.raises(UsageError) as caught:
-        script_facts(lambda run: fit(run, Tiny(), callbacks=[callback()]), load(tmp_path, *JOB), None)
+        examine_fit(Tiny(), tmp_path, callbacks=[callback()])
     assert str(caught.value).startswith(sentence)
 
 
 def test_what_is_not_a_module_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"^fit\(\) got a Linear, but it trains a LightningModule"):
-        script_facts(lambda run: fit(run, nn.Linear(1, 1)), load(tmp_path, *JOB), None)  # type: ignore[arg-type]
+        examine_fit(nn.Linear(1, 1), tmp_path)
 
 
-def test_swapped_arguments_are_refused(tmp_path: Path) -> None:
+def test_swapped_arguments_are_refused() -> None:
     with pytest.raises(
-        UsageError, match=r"^fit\(\) got a Tiny in place of the run; call fit\(run, module, datamodule\) in"
+        UsageError, match=r"^fit\(\) got a Tiny in place of the run; call fit\(run, module, datamodule\)"
     ):
-        script_facts(lambda run: fit(Tiny(), run), load(tmp_path, *JOB), None)  # type: ignore[arg-type]
+        fit(Tiny(), Tiny())  # type: ignore[arg-type]
 
 
-def test_lightnings_own_loop_in_a_train_function_is_answered_by_what_replaces_it(tmp_path: Path) -> None:
+@pytest.mark.parametrize("failure", ["", "failed with OSError"])
+def test_lightnings_own_loop_in_a_train_function_is_answered_by_what_replaces_it(tmp_path: Path, failure: str) -> None:
     trainer = pl.Trainer(max_steps=0, accelerator="cpu", logger=False, enable_checkpointing=False, barebones=True)
-    with pytest.raises(
-        SpecError, match=r"call undula.adapters.lightning.fit\(run, module, datamodule\) in place of the fit"
-    ):
-        script_facts(lambda run: trainer.fit(Tiny()), load(tmp_path, *JOB), None)
-    with pytest.raises(
-        SpecError, match=r"failed with OSError.*call undula.adapters.lightning.fit\(run, module, datamodule\)"
-    ):
-        script_facts(lambda run: failing(), load(tmp_path, *JOB), None)
+    (tmp_path / "digits.yaml").write_text(JOB)
 
+    def train(run: Any) -> None:
+        if failure:
+            raise OSError
+        trainer.fit(Tiny())
 
-def failing() -> None:
-    raise OSError
+    sentence = rf"{failure}.*call undula.adapters.lightning.fit\(run, module, datamodule\) in place of the fit"
+    with pytest.raises(SpecError, match=sentence):
+        script_facts(train, load_spec(tmp_path / "digits.yaml"), None)
 
 
 class NoLoss(Tiny):
@@ -385,7 +493,7 @@ class LogsSum(Tiny):
 )
 def test_what_cannot_be_averaged_over_a_step_is_refused(tmp_path: Path, make: type[Tiny], sentence: str) -> None:
     with pytest.raises(UsageError) as caught:
-        train_here(lambda run: fit(run, make()), load(tmp_path, *JOB))
+        train_module(make, tmp_path)
     assert str(caught.value).startswith(sentence)
 
 
@@ -405,16 +513,13 @@ class NotClearing(Clearing):
 
 
 def test_zero_grad_of_a_script_deletes_no_gradient_of_a_step(tmp_path: Path) -> None:
-    # Clipping would hide that a part of the gradient is missing.
-    accumulating = (*JOB, "plan.virtual_workers=2", "plan.micro_batch=2", "gradient.max_norm=null")
     found = []
     for make in (Clearing, NotClearing):
+        folder = tmp_path / make.__name__
+        folder.mkdir()
         with_batches = type(make.__name__, (make,), {"train_dataloader": loader(batch_size=2)})
-        store = train_here(
-            lambda run, make=with_batches: fit(run, seeded(make)),
-            load(tmp_path, *accumulating, f"name={make.__name__}"),
-        )
-        found.append(read_ledger(store).steps["loss"].to_pylist())
+        ledger = train_module(lambda make=with_batches: seeded(make), folder, virtual_workers=2)
+        found.append(ledger.steps["loss"].to_pylist())
     assert found[0] == found[1]
 
 
@@ -425,7 +530,7 @@ class ClipsByTorch(Tiny):
 
 def test_a_hook_that_changes_gradients_before_they_are_reduced_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"^clip_grad_norm_\(\) changed a gradient of an open step"):
-        train_here(lambda run: fit(run, ClipsByTorch()), load(tmp_path, *JOB))
+        train_module(ClipsByTorch, tmp_path)
 
 
 def seeded(make: type[Tiny]) -> Tiny:
@@ -444,29 +549,23 @@ class SetsRates(Unscheduled):
             group["lr"] = 0.01 / (1 + self.global_step)
 
 
-def test_a_rate_without_a_scheduler_is_the_one_that_the_yaml_says(tmp_path: Path) -> None:
-    def train(run: Any) -> None:
-        fit(run, Unscheduled())
-
-    rate = "schedule.base_lr=0.01"
+@pytest.mark.parametrize(("overrides", "last"), [((), 0.01), (("schedule.decay=cosine",), 0.001)])
+def test_a_rate_without_a_scheduler_stays_unless_the_yaml_has_a_decay(
+    tmp_path: Path, overrides: tuple[str, ...], last: float
+) -> None:
+    rates = train_module(Unscheduled, tmp_path, *overrides).steps["lr"].to_pylist()
+    assert rates[-1] == pytest.approx(last)
     with pytest.raises(
         UsageError, match=r"^configure_optimizers\(\) returned no scheduler, .* set schedule.decay=constant"
     ):
-        train_here(train, load(tmp_path, *JOB, rate))
-    steps = read_ledger(train_here(train, load(tmp_path, *JOB, rate, "schedule.decay=constant"))).steps
-    assert steps["lr"].to_pylist() == [0.01] * 6
-    steps = read_ledger(train_here(train, load(tmp_path, *JOB, rate, "schedule.decay=cosine", "name=cosine"))).steps
-    assert steps["lr"].to_pylist()[-1] == pytest.approx(0.001)
+        examine_fit(Unscheduled(), tmp_path, "schedule.base_lr=0.01")
 
 
 def test_rates_that_a_module_sets_itself_are_refused(tmp_path: Path) -> None:
     with pytest.raises(
         UsageError, match=r"^the script changed the learning rate of parameter group 0 from 0.01 to 0.005"
     ):
-        train_here(
-            lambda run: fit(run, SetsRates()),
-            load(tmp_path, *JOB, "schedule.base_lr=0.01", "schedule.decay=constant"),
-        )
+        train_module(SetsRates, tmp_path)
 
 
 def test_a_missing_library_is_named_with_its_command(monkeypatch: pytest.MonkeyPatch) -> None:

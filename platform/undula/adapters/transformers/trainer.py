@@ -1,4 +1,4 @@
-"""Hugging Face's Trainer under the loop of a run. The script imports `Trainer` from here, and ends with `launch(main)` instead of `main()`.
+"""Hugging Face's Trainer under the loop of a run.
 
 The computation of losses, collation, callbacks, evaluation, logging, saving and schedules is Hugging Face's own code. The run decides the
 samples of each step, reduces and clips the gradient, commits the step, and holds the state. To this end, methods are overridden that are
@@ -8,31 +8,20 @@ private in transformers (trainer.py of the version that the extra `transformers`
 import json
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
+import transformers
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
+from transformers.trainer_utils import TrainOutput
 
-from undula.adapters import script
 from undula.adapters.evaluation import RankBatches, kept_loader
-from undula.adapters.script import Offer, expect_launch, place
-from undula.data.script.dataset import check_indexed
-from undula.data.script.loader_processes import Loader
-from undula.errors import SpecError, UsageError, needs_extra, one_sentence
-from undula.parallel.random_state import kept_random_state
-from undula.train.run import Run
-from undula.train.step import Step
-
-with one_sentence(), needs_extra("transformers"):
-    import transformers
-    from transformers.trainer_utils import TrainOutput
-
-    from undula.adapters.arguments import job_settings, refuse_unsupported
-from undula.adapters.hugging_face import (
+from undula.adapters.script import Offer, place
+from undula.adapters.transformers.arguments import job_settings, refuse_unsupported
+from undula.adapters.transformers.library import (
     PlannedBatches,
-    explained_devices,
     exported_state,
     is_of_datasets,
     joined,
@@ -40,9 +29,13 @@ from undula.adapters.hugging_face import (
     refuse_overrides,
     shared_folder,
 )
+from undula.data.script.dataset import check_indexed
+from undula.data.script.loader_processes import Loader
+from undula.errors import SpecError, UsageError
+from undula.parallel.random_state import kept_random_state
+from undula.train.run import Run
+from undula.train.step import Step
 
-expect_launch()
-__all__ = ["ElasticMixin", "Trainer", "launch"]
 STATE_FIELDS = (
     *("epoch", "global_step", "num_input_tokens_seen", "total_flos"),
     *("best_metric", "best_model_checkpoint", "best_global_step"),
@@ -55,15 +48,6 @@ COUNTERS = (
 """Attributes of the trainer that belong to the state of a run."""
 MEASURED = ("_runtime", "_per_second", "_model_preparation_time")
 """Ends of the names of metrics that are durations, which differ from rank to rank."""
-
-
-def launch(main: Callable[[], object]) -> None:
-    """Train a script with Hugging Face's Trainer as a job.
-
-    Args:
-        main: Main function of the script, which makes the arguments. See `undula.adapters.script.launch`.
-    """
-    script.launch(main, explained_devices)
 
 
 _Base: Any = object  # so that a type checker does not look for what Hugging Face's classes have
@@ -83,10 +67,9 @@ class ElasticMixin(_Base):  # type: ignore[misc]
         args.save_only_model = True  # the run's own checkpoints have the rest
         if here.run is not None:
             args.output_dir = shared_folder(args.output_dir, here.run)
-        device = here.run.device if here.run else torch.device("cpu")
-        place_process(args, here.rank, here.virtual_workers, device)
+        place_process(args, here)
         super().create_accelerator_and_postprocess()
-        place_process(args, here.rank, here.virtual_workers, device)
+        place_process(args, here)
         self.accelerator.backward = self._backward
         self.accelerator.gather = self.accelerator.gather_for_metrics = self._gather
         self.gather_function = self._gather
@@ -113,8 +96,8 @@ class ElasticMixin(_Base):  # type: ignore[misc]
         if self.train_dataset is not None:
             loading = "data_collator= and dataloader_num_workers"
             check_indexed(self.train_dataset, "train_dataset= of the Trainer is", loading, "use undula.main")
-        for name, each in self._evaluation_datasets().items():
-            if each is not None and not hasattr(each, "__len__"):
+        for name, dataset in self._evaluation_datasets().items():
+            if dataset is not None and not hasattr(dataset, "__len__"):
                 key = f"[{name!r}]" if isinstance(self.eval_dataset, dict) else "="
                 raise SpecError(
                     f"eval_dataset{key} of the Trainer has no length, so that workers cannot share it; pass a view of it with __len__ and "
@@ -149,9 +132,8 @@ class ElasticMixin(_Base):  # type: ignore[misc]
             return super().predict(*arguments, **more)
 
     def hyperparameter_search(self, *arguments: Any, **more: Any) -> Any:
-        raise SpecError(
-            "Trainer.hyperparameter_search() does not run in a job; start a study of the job (docs/studies.md)"
-        )
+        instead = "start a study of the job (docs/studies.md)"
+        raise SpecError(f"Trainer.hyperparameter_search() does not run in a job; {instead}")
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Save the model in Hugging Face's format. Rank 0 writes it, and may call this alone; in a step's save, the others wait."""
@@ -194,7 +176,7 @@ class ElasticMixin(_Base):  # type: ignore[misc]
         run = place().run
         assert run is not None
         data, collate = self._data(dataset, description)
-        name = next((name for name, each in self._kept_datasets.items() if each is dataset), None)
+        name = next((name for name, kept in self._kept_datasets.items() if kept is dataset), None)
         loader = kept_loader(run, name, self.args.dataloader_num_workers) if name is not None else Loader(0)
         self._evaluated = RankBatches(run, data, collate, batch_size, loader)
         return self._evaluated
@@ -300,9 +282,8 @@ class ElasticMixin(_Base):  # type: ignore[misc]
         args, self._step = self.args, step
         samples = step.load()
         items = self._get_num_items_in_batch(samples, args.device)
-        self.current_gradient_accumulation_steps = (
-            1  # a step's loss is weighted by samples, not divided by micro-batches
-        )
+        # A step's loss is weighted by samples, and not divided by the number of micro-batches.
+        self.current_gradient_accumulation_steps = 1
         self._share = 1 / run.plan.spec.virtual_workers if self._is_normalized(items) else None
         self._step_flos = step.total(sum(float(self.floating_point_ops(inputs)) for inputs in samples))
         for number, inputs in enumerate(step.batches()):
@@ -347,9 +328,10 @@ class ElasticMixin(_Base):  # type: ignore[misc]
 
     def _add_step(self) -> None:
         """Add the loss and the operations of the step to the totals, once it is committed."""
-        step, self._step = self._step, None if self._step is None or self._step.loss is not None else self._step
+        step = self._step
         if step is None or step.loss is None:
             return
+        self._step = None
         if self.args.logging_nan_inf_filter and not math.isfinite(step.loss):
             self._tr_loss += self._tr_loss / (1 + self.state.global_step - self._globalstep_last_logged)
         else:
@@ -358,30 +340,29 @@ class ElasticMixin(_Base):  # type: ignore[misc]
 
     def _evaluate(self, trial: Any, ignore_keys_for_eval: Any, skip_scheduler: bool = False) -> dict[str, float]:
         """Evaluate during the training, and record the loss and the metrics of one evaluation dataset in the run."""
-        found: dict[str, float] = super()._evaluate(trial, ignore_keys_for_eval, skip_scheduler)
+        metrics: dict[str, float] = super()._evaluate(trial, ignore_keys_for_eval, skip_scheduler)
         run = place().run
-        if run is not None and "eval_loss" in found and self._evaluated is not None:
+        if run is not None and "eval_loss" in metrics and self._evaluated is not None:
             means = {
                 name.removeprefix("eval_"): float(value)
-                for name, value in found.items()
+                for name, value in metrics.items()
                 if name.startswith("eval_") and isinstance(value, int | float) and not name.endswith(MEASURED)
             }
             run.validated(means, len(self._evaluated.dataset))
-        return found
+        return metrics
 
     def _captured(self) -> dict[str, Any]:
         """Return the state of the trainer and of its callbacks that belongs to the run's."""
         self._add_step()
-        if self._history[0] != len(
-            self.state.log_history
-        ):  # writing it in every step would take longer the longer it is
-            self._history = len(self.state.log_history), json.dumps(self.state.log_history, default=float)
+        history = self.state.log_history
+        if self._history[0] != len(history):  # writing it in every step would take longer the longer it is
+            self._history = len(history), json.dumps(history, default=float)
         return {
             "fields": {name: getattr(self.state, name) for name in STATE_FIELDS},
             "counters": {name: getattr(self, name) for name in COUNTERS},
             "loss": float(self._tr_loss),
             "history": self._history[1],
-            "callbacks": [exported_state(each) for each in self.callback_handler.callbacks],
+            "callbacks": [exported_state(callback) for callback in self.callback_handler.callbacks],
         }
 
     def _restore(self, values: Mapping[str, Any], is_unfinished: bool) -> None:

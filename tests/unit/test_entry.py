@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from undula.cli import job_script
+from undula import entry
 from undula.driver import connection
 from undula.elastic.ray import private_environment
 
@@ -36,8 +36,8 @@ def test_a_job_that_is_stopped_before_it_trains_leaves_no_secrets_on_the_head(
 
     monkeypatch.setenv(private_environment.URI, "gcs://package.zip")
     monkeypatch.setattr(connection, "connected", connected)
-    monkeypatch.setattr(job_script, "load_spec", stopped)
+    monkeypatch.setattr(entry, "load_spec", stopped)
     with pytest.raises(SystemExit) as ended:
-        job_script.main(lambda run: None, argv=["--config", str(tmp_path / "job.yaml")])
+        entry.main(lambda run: None, argv=["--config", str(tmp_path / "job.yaml")])
     assert ended.value.code == 130
     assert connections == ["gcs://package.zip"]

@@ -1,4 +1,4 @@
-"""DataLoaders that a script gives to an Accelerator: what the plan takes from the one for training, and how ranks share the others."""
+"""DataLoaders that a script gives to an Accelerator: the one that trains, and how ranks share the others."""
 
 import math
 from collections.abc import Callable, Iterator
@@ -6,15 +6,17 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler
+from torch.utils.data import DataLoader, SequentialSampler
 
 from undula.adapters.evaluation import RankBatches, kept_loader
+from undula.adapters.loaders import check_loader, drops_last, plan_settings
 from undula.config.yaml_file import Setting
 from undula.data.nested import tensors_of, with_tensors
-from undula.data.script.dataset import REPLACEMENTS, check_indexed
 from undula.data.script.loader_processes import Loader
 from undula.errors import UsageError
 from undula.train.run import Run
+
+GOT = "accelerator.prepare() got a DataLoader"
 
 
 class PreparedLoader:
@@ -27,7 +29,7 @@ class PreparedLoader:
     """
 
     def __init__(self, loader: "DataLoader[Any]", virtual_workers: int, is_split: bool):
-        _check(loader)
+        check_loader(loader, GOT, storing="use undula.main")
         self.dataset: Any = loader.dataset
         self.batch_size: int = loader.batch_size or 1
         self.loader = loader
@@ -57,15 +59,12 @@ class TrainingLoader(PreparedLoader):
     def __init__(self, loader: "DataLoader[Any]", virtual_workers: int, is_split: bool, accumulation: int):
         super().__init__(loader, virtual_workers, is_split)
         self._accumulation = accumulation
-        self._batch_of_step = self.batch_of_all * accumulation
-        rows = len(self.dataset)
-        self._drops = loader.drop_last and (rows % self.batch_of_all > 0 or rows % self._batch_of_step == 0)
-        """Whether an incomplete step is left out. If batches divide the dataset, drop_last leaves out no sample."""
 
     def __len__(self) -> int:
         """Return the number of batches of each virtual worker in an epoch, as of each process of Accelerate."""
-        if self._drops:
-            return len(self.dataset) // self._batch_of_step * self._accumulation
+        batch = self.batch_of_all * self._accumulation
+        if drops_last(self.loader, self.batch_of_all, batch):
+            return len(self.dataset) // batch * self._accumulation
         return math.ceil(len(self.dataset) / self.batch_of_all)
 
     def __iter__(self) -> Iterator[Any]:
@@ -81,25 +80,8 @@ class TrainingLoader(PreparedLoader):
         Raises:
             UsageError: A plan cannot have its order.
         """
-        sampler, origin = self.loader.sampler, "the training DataLoader of the script"
-        if isinstance(sampler, SequentialSampler):
-            shuffle = "none"
-        elif (
-            isinstance(sampler, RandomSampler) and not sampler.replacement and sampler.num_samples == len(self.dataset)
-        ):
-            shuffle = "window"
-        else:
-            raise UsageError(
-                f"accelerator.prepare() got a training DataLoader with a {type(sampler).__name__}; set shuffle= instead, because "
-                f"{REPLACEMENTS['sampler']}"
-            )
-        values: dict[str, Any] = {
-            "plan.global_batch": self._batch_of_step,
-            "plan.micro_batch": self.batch_of_all // self._virtual_workers,
-            "plan.shuffle": shuffle,
-            "plan.last_step": "drop" if self._drops else "short",
-        }
-        return {key: Setting(value, origin) for key, value in values.items()}
+        got, origin = "accelerator.prepare() got a training DataLoader", "the training DataLoader of the script"
+        return plan_settings(self.loader, got, origin, self._virtual_workers, self.batch_of_all, self._accumulation)
 
 
 class EvaluationLoader(PreparedLoader):
@@ -129,13 +111,11 @@ class EvaluationLoader(PreparedLoader):
         super().__init__(loader, virtual_workers, is_split)
         if not isinstance(loader.sampler, SequentialSampler):
             raise UsageError(
-                f"accelerator.prepare() got a DataLoader for evaluation with a {type(loader.sampler).__name__}; evaluate in the dataset's "
-                "order, with shuffle=False (the first DataLoader that prepare() gets is the one that trains)"
+                f"{GOT} for evaluation with a {type(loader.sampler).__name__}; evaluate in the dataset's order, with shuffle=False (the "
+                "first DataLoader that prepare() gets is the one that trains)"
             )
         if loader.drop_last:
-            raise UsageError(
-                "accelerator.prepare() got a DataLoader for evaluation with drop_last=True; evaluate all samples"
-            )
+            raise UsageError(f"{GOT} for evaluation with drop_last=True; evaluate all samples")
         self._number = number
         self._world_size = world_size
         self._current = current
@@ -174,23 +154,6 @@ class EvaluationLoader(PreparedLoader):
         return merged([counted(part, size) for part, size in self.batches.gathered(value)])
 
 
-def _check(loader: "DataLoader[Any]") -> None:
-    """Refuse a DataLoader whose batches have no position.
-
-    Raises:
-        UsageError: It has an iterable dataset, a batch sampler of its own, or arguments that a run does not take.
-    """
-    check_indexed(loader.dataset, "accelerator.prepare() got a DataLoader of", storing="use undula.main")
-    if loader.batch_size is None or type(loader.batch_sampler) is not BatchSampler:
-        raise UsageError(
-            "accelerator.prepare() got a DataLoader with a batch sampler of its own; pass batch_size= instead, because "
-            f"{REPLACEMENTS['batch_sampler']}"
-        )
-    for argument in ("generator", "worker_init_fn"):
-        if getattr(loader, argument) is not None:
-            raise UsageError(f"accelerator.prepare() got a DataLoader with {argument}=; {REPLACEMENTS[argument]}")
-
-
 def merged(parts: list[Any]) -> Any:
     """Return the results of ranks as one: tensors along their first dimension, lists of other objects one after another.
 
@@ -205,11 +168,5 @@ def merged(parts: list[Any]) -> Any:
     if isinstance(first, tuple) or (isinstance(first, list) and next(tensors_of(first), None) is not None):
         return type(first)(merged(list(places)) for places in zip(*parts, strict=True))
     if isinstance(first, list):
-        return [each for part in parts for each in part]
+        return [item for part in parts for item in part]
     raise UsageError(f"an object of type {type(first).__name__} cannot be gathered; pass tensors, or a list of objects")
-
-
-def padded(tensor: Tensor, dim: int, size: int, pad_index: int, pad_first: bool) -> Tensor:
-    """Return a tensor that is filled up to a size in a dimension."""
-    filler = tensor.new_full((*tensor.shape[:dim], size - tensor.shape[dim], *tensor.shape[dim + 1 :]), pad_index)
-    return torch.cat([filler, tensor] if pad_first else [tensor, filler], dim=dim)

@@ -1,32 +1,29 @@
 """TrainingArguments of Hugging Face as settings of a job, and those that a run cannot honour."""
 
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import MISSING, Field, fields
 from typing import Any
 
 from transformers import TrainingArguments
 
+from undula.adapters.refusals import TRAINING_ARGUMENTS, TRAINING_VALUES
 from undula.config.secrets import hide_secrets
 from undula.config.yaml_file import Setting
 from undula.errors import SpecError
 
 DECIDED_BY_THE_PLAN = frozenset(
     (
-        "per_device_train_batch_size",
-        "gradient_accumulation_steps",
-        "num_train_epochs",
-        "max_steps",
-        "seed",
-        "data_seed",
-        "dataloader_drop_last",
-        "train_sampling_strategy",
-        "learning_rate",
-        "max_grad_norm",
-        "bf16",
-        "fp16",
-        "torch_compile",
-        "full_determinism",
+        *(
+            "per_device_train_batch_size",
+            "gradient_accumulation_steps",
+            "num_train_epochs",
+            "max_steps",
+            "learning_rate",
+        ),
+        *("seed", "data_seed", "train_sampling_strategy", "dataloader_drop_last", "max_grad_norm"),
+        *("bf16", "fp16", "torch_compile", "full_determinism"),
     )
 )
 """Arguments that become settings of the job."""
@@ -51,64 +48,13 @@ HONOURED = frozenset(
 """Arguments that Hugging Face's own code honours under the loop of a run."""
 WITHOUT_EFFECT = frozenset(
     (
-        "use_cpu",
-        "local_rank",
-        "save_only_model",
-        "dataloader_pin_memory",
-        "dataloader_persistent_workers",
-        "ddp_find_unused_parameters",
-        "ddp_backend",
-        "ddp_timeout",
-        "project",
+        *("use_cpu", "local_rank", "save_only_model", "dataloader_pin_memory", "dataloader_persistent_workers"),
+        *("ddp_find_unused_parameters", "ddp_backend", "ddp_timeout", "project"),
     )
 )
 """Arguments whose effect a run has, or does not need, whatever their value is."""
-_SHARDED = "shard the model with torch's fully_shard in a script that uses undula.main (docs/elasticity.md)"
-_REDUCES = "remove it, because Undula reduces the gradients itself"
-_LOADER = "remove it, because loader processes are Undula's"
-_HUB = "push the saved model after the run"
-FIXES: Mapping[str, str] = {
-    "deepspeed": _SHARDED,
-    "fsdp": _SHARDED,
-    "fsdp_config": _SHARDED,
-    "parallelism_config": _SHARDED,
-    "accelerator_config": "remove it, because Undula's plan decides the batches",
-    "auto_find_batch_size": "set per_device_train_batch_size",
-    "resume_from_checkpoint": "submit the job again under its name, and it continues by itself",
-    "ignore_data_skip": "remove it: a resumed run continues with the next sample, without reading the earlier ones",
-    "restore_callback_states_from_checkpoint": "remove it: the state of callbacks is part of the run's",
-    "enable_jit_checkpoint": "remove it: Undula saves the state on a notice",
-    "save_on_each_node": "use an output_dir that all nodes share",
-    "load_best_model_at_end": "use save_strategy='best' and load the saved model after the run",
-    "report_to": "set 'none'; `undula show`, TensorBoard and Prometheus have the run (docs/trackers.md)",
-    "push_to_hub": _HUB,
-    "hub_token": _HUB,
-    "hub_private_repo": _HUB,
-    "hub_model_id": _HUB,
-    "hub_strategy": _HUB,
-    "hub_always_push": _HUB,
-    "hub_revision": _HUB,
-    "trackio_space_id": "remove it",
-    "trackio_bucket_id": "remove it",
-    "trackio_static_space_id": "remove it",
-    "bf16_full_eval": "set bf16, which evaluations use as well",
-    "fp16_full_eval": "set fp16, which evaluations use as well",
-    "torch_compile_backend": "set torch_compile=True alone",
-    "torch_compile_mode": "set torch_compile=True alone",
-    "include_num_input_tokens_seen": "remove it",
-    "eval_use_gather_object": "remove it",
-    "batch_eval_metrics": "remove it, and let compute_metrics get all predictions at once",
-    "ddp_bucket_cap_mb": _REDUCES,
-    "ddp_broadcast_buffers": _REDUCES,
-    "ddp_static_graph": _REDUCES,
-    "dataloader_prefetch_factor": _LOADER,
-    "dataloader_multiprocessing_context": _LOADER,
-    "dataloader_in_order": _LOADER,
-}
-"""What to do instead of an argument that a run cannot honour."""
 _OWN_DEFAULTS: Mapping[str, Any] = {"report_to": ["none", [], None, "none"], "torch_compile_backend": ["inductor"]}
 """Values that TrainingArguments itself gives to an argument whose default it replaces."""
-PRECISION = {"bf16": "bf16", "fp16": "fp16", "no": "fp32"}
 
 
 def job_settings(args: TrainingArguments, num_samples: int, virtual_workers: int, base_lr: float) -> dict[str, Setting]:
@@ -151,16 +97,11 @@ def job_settings(args: TrainingArguments, num_samples: int, virtual_workers: int
         **({"precision.compute": ("fp16", "fp16")} if args.fp16 else {}),
         **({"deterministic": (True, "full_determinism")} if args.full_determinism else {}),
     }
-    return {
-        key: Setting(value, f"TrainingArguments.{argument}", _instead(key, argument))
-        for key, (value, argument) in values.items()
-    }
-
-
-def _instead(key: str, argument: str) -> str:
-    """Return the argument that decides a setting, for messages. Epochs become steps only without max_steps."""
-    name = "max_steps" if key == "plan.max_steps" else argument
-    return f"TrainingArguments.{name} (--{name})"
+    settings = {}
+    for key, (value, argument) in values.items():
+        name = "max_steps" if key == "plan.max_steps" else argument  # without it, it follows from the epochs
+        settings[key] = Setting(value, f"TrainingArguments.{argument}", f"TrainingArguments.{name} (--{name})")
+    return settings
 
 
 def refuse_unsupported(args: TrainingArguments, virtual_workers: int) -> None:
@@ -170,24 +111,16 @@ def refuse_unsupported(args: TrainingArguments, virtual_workers: int) -> None:
         SpecError: The first of them.
     """
     known = DECIDED_BY_THE_PLAN | HONOURED | WITHOUT_EFFECT
-    for each in fields(TrainingArguments):
-        value = getattr(args, each.name)
-        if each.name not in known and not _is_default(each, value):
-            fix = FIXES.get(each.name, "remove it")
-            raise SpecError(
-                f"TrainingArguments.{each.name} is {_shown(each.name, value)}, which a run does not support; {fix}"
-            )
-    for name, values, fix in (
-        ("lr_scheduler_type", ("reduce_lr_on_plateau", "greedy"), "use a schedule that depends on the step only"),
-        ("optim", ("lomo", "adalomo"), "use an optimizer that does not update in the backward pass"),
-        ("train_sampling_strategy", ("group_by_length", "balanced"), "set 'random' or 'sequential'"),
-    ):
-        value = _plain(getattr(args, name))
-        if value in values:
-            raise SpecError(f"TrainingArguments.{name} is {value!r}, which a run does not support; {fix}")
-    optim = str(_plain(args.optim))
-    if optim.startswith("schedule_free") or optim.endswith("layerwise"):
-        raise SpecError(f"TrainingArguments.optim is {optim!r}, which a run does not support; use another optimizer")
+    for field in fields(TrainingArguments):
+        value, fix = getattr(args, field.name), None
+        if field.name not in known and not _is_default(field, value):
+            fix = TRAINING_ARGUMENTS.get(field.name, "remove it")
+        for pattern, instead in TRAINING_VALUES.get(field.name, ()):
+            if re.fullmatch(pattern, str(_plain(value))):
+                fix = instead
+        if fix:
+            shown = _shown(field.name, value)
+            raise SpecError(f"TrainingArguments.{field.name} is {shown}, which a run does not support; {fix}")
     if args.data_seed not in (None, args.seed):
         raise SpecError(
             f"TrainingArguments.data_seed is {args.data_seed} and seed is {args.seed}, but a run has one seed; remove data_seed"
@@ -205,7 +138,7 @@ def _is_default(field: "Field[Any]", value: Any) -> bool:
         return True
     if field.name == "accelerator_config":
         return bool(value == type(value)())
-    return any(value == each for each in _OWN_DEFAULTS.get(field.name, ()))
+    return value in _OWN_DEFAULTS.get(field.name, ())
 
 
 def _plain(value: Any) -> Any:

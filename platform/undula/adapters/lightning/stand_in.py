@@ -8,7 +8,6 @@ from torch import Tensor
 
 from undula.errors import UsageError
 from undula.plan.plan import Plan
-from undula.train.run import Run
 from undula.train.step import Step
 
 
@@ -57,14 +56,17 @@ class FitTrainer:
     """What a module finds as `self.trainer`.
 
     Args:
-        run: The run.
-        module: The module that it trains.
+        module: The module that the run trains.
         datamodule: Its data; None if the script has no LightningDataModule.
         callbacks: Callbacks of the script.
+        rank: Rank of this process.
+        device: Device of this process.
     """
 
-    def __init__(self, run: Run, module: Any, datamodule: Any, callbacks: list[Any]):
-        self._run = run
+    plan: Plan
+    """The plan, as soon as the data are known."""
+
+    def __init__(self, module: Any, datamodule: Any, callbacks: list[Any], rank: int, device: torch.device):
         self.lightning_module = self.model = module
         self.datamodule = datamodule
         self.callbacks = callbacks
@@ -76,11 +78,11 @@ class FitTrainer:
         self.loggers: list[Any] = []
         self.callback_metrics: dict[str, Tensor] = {}
         """Means of the newest validation."""
-        self.global_rank, self.is_global_zero = run.rank, run.rank == 0
+        self.global_rank, self.is_global_zero = rank, rank == 0
         self.optimizers: list[Any] = []
         self.lr_scheduler_configs: list[Any] = []
         self.state = SimpleNamespace(fn="fit")
-        self.strategy = _Strategy(run.device)
+        self.strategy = _Strategy(device)
         self.recorder = self._results = Recorder()
         self._logger_connector = SimpleNamespace(_current_fx=None, should_reset_tensors=lambda hook: False)
         self._accelerator_connector = SimpleNamespace(is_distributed=False)
@@ -90,10 +92,6 @@ class FitTrainer:
             f"self.trainer.{name} was read, but Undula runs the module without Lightning's Trainer and has no value for it; use self.log, "
             "self.device, or what docs/lightning.md lists"
         )
-
-    @property
-    def plan(self) -> Plan:
-        return self._run.plan
 
     @property
     def world_size(self) -> int:

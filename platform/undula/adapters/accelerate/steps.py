@@ -3,9 +3,7 @@
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-import torch
 from torch import Tensor, nn
-from torch.optim.lr_scheduler import LRScheduler
 
 from undula.errors import UsageError
 from undula.train.run import Run
@@ -53,11 +51,12 @@ class Steps:
         Args:
             is_unfinished: Whether the script's work after the last committed step must be repeated.
         """
-        last = -(-self._plan.total_steps // self._plan.steps_per_epoch)
-        at_end = self.done > 0 and self._end_of((self.done - 1) // self._plan.steps_per_epoch) == self.done
-        if not at_end:
-            return range(self.done // self._plan.steps_per_epoch, last)
-        return range((self.done - 1) // self._plan.steps_per_epoch + (not is_unfinished), last)
+        per_epoch = self._plan.steps_per_epoch
+        last = -(-self._plan.total_steps // per_epoch)
+        current = max(self.done - 1, 0) // per_epoch
+        if self.done != self._end_of(current):
+            return range(self.done // per_epoch, last)
+        return range(current + (not is_unfinished), last)
 
     def _end_of(self, epoch: int) -> int:
         return min((epoch + 1) * self._plan.steps_per_epoch, self._plan.total_steps)
@@ -150,9 +149,9 @@ class Steps:
         Raises:
             UsageError: The norm is another than the Euclidean one of all parameters.
         """
-        found = [parameters] if isinstance(parameters, Tensor) else parameters
-        trained = {id(each) for each in self._model.parameters() if each.requires_grad}
-        if norm_type != 2 or trained - {id(each) for each in found}:
+        clipped = {id(tensor) for tensor in ([parameters] if isinstance(parameters, Tensor) else parameters)}
+        trained = {id(parameter) for parameter in self._model.parameters() if parameter.requires_grad}
+        if norm_type != 2 or trained - clipped:
             raise UsageError(
                 "accelerator.clip_grad_norm_() clips the Euclidean norm of all parameters; pass these, without norm_type="
             )
@@ -176,97 +175,3 @@ class Steps:
         next(self._batches, None)
         step.update()
         self.done, self.was_applied, self.step = step.index + step.merged_steps, step.applied, None
-
-
-class PreparedOptimizer(torch.optim.Optimizer):
-    """Optimizer that `prepare` returns. Its step ends the step of the run, which steps the script's optimizer.
-
-    Args:
-        optimizer: Optimizer of the script.
-    """
-
-    def __init__(self, optimizer: torch.optim.Optimizer):
-        # As in Accelerate, the initialization of torch's class is skipped: the groups and the state are those of the optimizer inside.
-        self.optimizer = optimizer
-        self.steps: Steps | None = None
-        """Steps of the run; None before the training begins."""
-
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
-        return self.optimizer.param_groups
-
-    @property
-    def state(self) -> Mapping[Any, Any]:  # type: ignore[override]
-        return self.optimizer.state
-
-    @property
-    def defaults(self) -> dict[str, Any]:  # type: ignore[override]
-        return self.optimizer.defaults
-
-    @property
-    def step_was_skipped(self) -> bool:
-        return self.steps is not None and not self.steps.was_applied
-
-    def state_dict(self) -> dict[str, Any]:
-        return self.optimizer.state_dict()
-
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        raise UsageError("optimizer.load_state_dict() was called, but the run restores its optimizer itself; remove it")
-
-    def step(self, closure: object = None) -> None:  # type: ignore[override]
-        if closure is not None:
-            raise UsageError("optimizer.step() got a closure; use an optimizer that does not compute the loss again")
-        if self.steps is None:
-            raise UsageError("optimizer.step() was called outside of `for epoch in accelerator.epochs(n)`")
-        self.steps.update()
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Do nothing, because the run frees the gradient of a step when the optimizer has taken it."""
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.__dict__["optimizer"], name)
-
-
-class PreparedScheduler:
-    """Scheduler that `prepare` returns. The run advances it when it commits a step, so that both are always at the same step.
-
-    Args:
-        scheduler: Scheduler of the script.
-        times: Number of its steps in a step of the run. Accelerate advances schedulers once for each process.
-    """
-
-    def __init__(self, scheduler: LRScheduler, times: int):
-        self.scheduler = scheduler
-        self.optimizer = scheduler.optimizer
-        self.steps: Steps | None = None
-        """Steps of the run; None before the training begins."""
-        self._times = times
-
-    def step(self) -> None:
-        """Record that the script advances the scheduler in each step."""
-        if self.steps is None:
-            raise UsageError("scheduler.step() was called outside of `for epoch in accelerator.epochs(n)`")
-        self.steps.has_advanced = True
-
-    def advance(self) -> None:
-        """Advance the scheduler after a step. As with Accelerate, a one-cycle scheduler stays at its end."""
-        for _ in range(self._times):
-            if getattr(self.scheduler, "_step_count", 0) <= getattr(self.scheduler, "total_steps", float("inf")):
-                self.scheduler.step()
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.__dict__["scheduler"], name)
-
-
-class AdvancedByRun:
-    """The scheduler as the run sees it.
-
-    Args:
-        prepared: Scheduler that the script sees.
-    """
-
-    def __init__(self, prepared: PreparedScheduler):
-        self.optimizer = prepared.optimizer
-        self.step = prepared.advance
-        self.state_dict = prepared.scheduler.state_dict
-        self.load_state_dict = prepared.scheduler.load_state_dict

@@ -1,0 +1,200 @@
+"""What scripts of other libraries ask for and a run refuses, with what to do instead. A name that a run refuses is one entry here.
+
+A refusal that depends on the state of a script, such as a call at the wrong time, is beside its condition.
+"""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+from undula.errors import UsageError
+
+_SHARD = "remove it; a model that is too large for a GPU can be sharded with fully_shard"
+_ORDER = "a run decides the samples of a batch; set train_sampling_strategy and pass train_dataset and data_collator"
+_LOOP = "a run has a loop of its own; use a TrainerCallback"
+_SHARDED = "shard the model with torch's fully_shard in a script that uses undula.main (docs/elasticity.md)"
+_REDUCES = "remove it, because Undula reduces the gradients itself"
+_LOADER = "remove it, because loader processes are Undula's"
+_HUB = "push the saved model after the run"
+_MODE = "a run sets the eval mode itself, and restores the mode of each layer"
+_AVERAGE = "average the checkpoints that checkpoint.keep keeps, with undula.load_weights"
+_AFTERWARDS = "load the weights with undula.load_weights in another script after the run, for Lightning's own Trainer"
+_WHOLE = "remove it; a run takes all batches of its plan"
+
+ACCELERATOR_ARGUMENTS: Mapping[str, str] = {
+    "step_scheduler_with_optimizer": "leave it True, with a scheduler that counts steps",
+    "log_with": "remove it; what accelerator.log() gets is in the ledger and on TensorBoard, and the job has trackers of its own",
+    "project_dir": "remove it; checkpoints and logs are in the run directory",
+    "project_config": "remove it; checkpoints and logs are in the run directory, and checkpoint.keep_last limits their number",
+    "cpu": "remove it; workers train on the CPU if workers.gpus is 0 or the cluster has no GPU",
+    "device_placement": "leave it True",
+    "dataloader_config": "pass split_batches= to Accelerator itself; the plan decides the rest",
+    "gradient_accumulation_plugin": "pass gradient_accumulation_steps= to Accelerator itself",
+    "kwargs_handlers": "remove it; the job's YAML has precision.loss_scale and gradient.compression",
+    "rng_types": "remove it; random numbers are keyed by plan.seed",
+    **dict.fromkeys(("dynamo_backend", "dynamo_plugin"), "set compile in the job's YAML"),
+    **dict.fromkeys(("deepspeed_plugin", "deepspeed_plugins"), _SHARD),
+    "fsdp_plugin": "remove it, and call torch's fully_shard on the model before accelerator.prepare()",
+    **dict.fromkeys(("torch_tp_plugin", "megatron_lm_plugin", "parallelism_config"), "remove it"),
+}
+"""Arguments of Accelerate's Accelerator."""
+ACCELERATOR: Mapping[str, str] = {
+    "load_state": "remove it; the run restores its newest state itself",
+    "skip_first_batches": "remove it; the run continues at its next step itself",
+    "save_iteration": "remove it; the run names its checkpoints",
+    "clip_grad_value_": "use accelerator.clip_grad_norm_()",
+    "unscale_gradients": "remove it; the run unscales gradients when it reduces them",
+    **dict.fromkeys(("no_sync", "trigger_sync_in_backward"), "use `with accelerator.accumulate(model)`"),
+    "join_uneven_inputs": "remove it; the plan shares an uneven step among the workers",
+    "split_between_processes": "remove it; DataLoaders that accelerator.prepare() gets are shared among the workers",
+    **dict.fromkeys(("set_trigger", "check_trigger"), "end the training with plan.max_steps"),
+    "state": "remove it; use attributes of the accelerator itself, and log with logging.getLogger(__name__)",
+    "distributed_type": "remove it; the run decides where it trains, on CPUs or GPUs",
+    "get_tracker": "use accelerator.log(), whose values are in the ledger and on TensorBoard",
+    "register_save_state_pre_hook": "use accelerator.register_for_checkpointing()",
+    "register_load_state_pre_hook": "use accelerator.register_for_checkpointing()",
+    "local_process_index": "use accelerator.is_main_process",
+    **dict.fromkeys(
+        ("prepare_model", "prepare_optimizer", "prepare_scheduler", "prepare_data_loader"), "use accelerator.prepare()"
+    ),
+}
+"""Methods and attributes of Accelerate's Accelerator."""
+TRAINING_ARGUMENTS: Mapping[str, str] = {
+    **dict.fromkeys(("deepspeed", "fsdp", "fsdp_config", "parallelism_config"), _SHARDED),
+    "accelerator_config": "remove it, because Undula's plan decides the batches",
+    "auto_find_batch_size": "set per_device_train_batch_size",
+    "resume_from_checkpoint": "submit the job again under its name, and it continues by itself",
+    "ignore_data_skip": "remove it: a resumed run continues with the next sample, without reading the earlier ones",
+    "restore_callback_states_from_checkpoint": "remove it: the state of callbacks is part of the run's",
+    "enable_jit_checkpoint": "remove it: Undula saves the state on a notice",
+    "save_on_each_node": "use an output_dir that all nodes share",
+    "load_best_model_at_end": "use save_strategy='best' and load the saved model after the run",
+    "report_to": "set 'none'; `undula show`, TensorBoard and Prometheus have the run (docs/trackers.md)",
+    **dict.fromkeys(("push_to_hub", "hub_token", "hub_private_repo", "hub_model_id", "hub_strategy"), _HUB),
+    **dict.fromkeys(("hub_always_push", "hub_revision"), _HUB),
+    **dict.fromkeys(("trackio_space_id", "trackio_bucket_id", "trackio_static_space_id"), "remove it"),
+    "bf16_full_eval": "set bf16, which evaluations use as well",
+    "fp16_full_eval": "set fp16, which evaluations use as well",
+    **dict.fromkeys(("torch_compile_backend", "torch_compile_mode"), "set torch_compile=True alone"),
+    **dict.fromkeys(("include_num_input_tokens_seen", "eval_use_gather_object"), "remove it"),
+    "batch_eval_metrics": "remove it, and let compute_metrics get all predictions at once",
+    **dict.fromkeys(("ddp_bucket_cap_mb", "ddp_broadcast_buffers", "ddp_static_graph"), _REDUCES),
+    **dict.fromkeys(
+        ("dataloader_prefetch_factor", "dataloader_multiprocessing_context", "dataloader_in_order"), _LOADER
+    ),
+}
+"""TrainingArguments of Hugging Face, unless they have their default values."""
+TRAINING_VALUES: Mapping[str, tuple[tuple[str, str], ...]] = {
+    "lr_scheduler_type": (("reduce_lr_on_plateau|greedy", "use a schedule that depends on the step only"),),
+    "optim": (
+        ("(ada)?lomo", "use an optimizer that does not update in the backward pass"),
+        ("schedule_free.*|.*layerwise", "use another optimizer"),
+    ),
+    "train_sampling_strategy": (("group_by_length|balanced", "set 'random' or 'sequential'"),),
+}
+"""Values of TrainingArguments that are otherwise honoured, as regular expressions."""
+TRAINER_METHODS: Mapping[str, str] = {
+    **dict.fromkeys(("get_train_dataloader", "_get_train_sampler"), _ORDER),
+    "_get_eval_sampler": "evaluations go through a dataset in its order; pass it as you want it",
+    "_get_dataloader": "pass the datasets and data_collator",
+    "get_batch_samples": "override compute_loss()",
+    **dict.fromkeys(("_clip_grad_norm", "_get_grad_norm"), "set max_grad_norm"),
+    **dict.fromkeys(("_inner_training_loop", "_prepare_for_training", "_run_epoch"), _LOOP),
+}
+"""Methods of Hugging Face's Trainer that a script may not override, because a run does not call them."""
+MODULE_HOOKS: Mapping[str, str] = {
+    "optimizer_step": "a run steps the optimizer itself; return a scheduler from configure_optimizers to change the learning rate",
+    "optimizer_zero_grad": "a run frees gradients itself",
+    "backward": "a run calls backward itself; return the loss from training_step",
+    "configure_gradient_clipping": "set gradient.max_norm in the job's YAML",
+    "configure_sharded_model": "use configure_model",
+    **dict.fromkeys(("on_validation_model_eval", "on_validation_model_train"), _MODE),
+    "on_validation_model_zero_grad": "a run has freed the gradients when it validates",
+}
+"""Hooks of a LightningModule that it may not override, because a run does not call them."""
+CALLBACKS: Mapping[str, str] = {
+    "Checkpoint": "set checkpoint.every_steps in the job's YAML, and checkpoint.keep_best for the best one",
+    "EarlyStopping": "set stop in the job's YAML: {metric: val_loss, mode: min, patience: 3}",
+    "LearningRateMonitor": "remove it; the learning rate of each step is in the report and in TensorBoard",
+    "DeviceStatsMonitor": "remove it; TensorBoard and Prometheus show where the time of each step goes",
+    "ProgressBar": "remove it; the driver shows the progress of the run",
+    "ModelSummary": "remove it; print the module in the script",
+    "Timer": "set workers.fleet, or plan.max_steps, in the job's YAML",
+    **dict.fromkeys(("StochasticWeightAveraging", "WeightAveraging"), _AVERAGE),
+    "GradientAccumulationScheduler": "set plan.global_batch and plan.micro_batch in the job's YAML; the batch of a run is fixed",
+    "BaseFinetuning": "freeze layers in configure_model, because its parameter groups would not be restored",
+    "ModelPruning": "prune the exported weights, because masks would not be restored",
+    "BatchSizeFinder": "choose plan.micro_batch in the job's YAML",
+    "LearningRateFinder": "compare learning rates with `undula study`",
+}
+"""Callbacks of Lightning, by the name of their class or of a base class of it."""
+LIGHTNING_TRAINER: Mapping[str, str] = {
+    "strategy": "remove it; a model that is too large for a GPU can be sharded with fully_shard in configure_model",
+    "fast_dev_run": "set plan.max_steps in the job's YAML",
+    "max_time": "set workers.fleet in the job's YAML",
+    "min_epochs": "set max_epochs",
+    "min_steps": "set max_steps",
+    **dict.fromkeys(("limit_train_batches", "limit_val_batches", "overfit_batches"), _WHOLE),
+    "gradient_clip_algorithm": "clip by the norm, with gradient_clip_val alone",
+    "logger": "remove it; self.log is in the ledger and on TensorBoard, and the job has trackers of its own",
+    "profiler": "remove it; the report of the run shows where the time of each step goes",
+    "reload_dataloaders_every_n_epochs": "remove it; a run reads one dataset",
+    "sync_batchnorm": "remove it; statistics of a batch must not depend on the number of workers",
+}
+"""Arguments of Lightning's Trainer, unless they have their default values."""
+LIGHTNING_METHODS: Mapping[str, str] = {
+    "ckpt_path": "submit the job again under its name, and it continues by itself",
+    **dict.fromkeys(("validate", "test", "predict"), _AFTERWARDS),
+    "save_checkpoint": "set checkpoint.every_steps in the job's YAML",
+}
+"""Methods of Lightning's Trainer, and an argument of its `fit`."""
+_OF_LIBRARIES: Mapping[str, str] = {
+    "initialize the accelerate state": "the script uses accelerate.logging.get_logger() or another part of Accelerate that needs "
+    "Accelerate's own Accelerator; log with logging.getLogger(__name__), and use what undula.adapters.accelerate has",
+    "support bf16": "TrainingArguments.bf16 is refused on this machine, whose GPU cannot do it; leave it out, and set "
+    "precision.compute: bf16 in the job's YAML, which the driver does not need a GPU for",
+    "--tf32 requires": "TrainingArguments.tf32 is refused on this machine, whose GPU cannot do it; leave it out, and call "
+    "torch.set_float32_matmul_precision('high') in the main function",
+}
+"""What to say of an error of another library, by a part of its text."""
+
+
+@contextmanager
+def explained() -> Iterator[None]:
+    """Say what to do if another library fails because this process is not as it expects.
+
+    Raises:
+        UsageError: It does.
+    """
+    try:
+        yield
+    except (RuntimeError, ValueError) as error:
+        for part, sentence in _OF_LIBRARIES.items():
+            if part in str(error):
+                raise UsageError(sentence) from error
+        raise
+
+
+def refuse_arguments(
+    owner: str, given: Mapping[str, object], defaults: Mapping[str, object], instead: Mapping[str, str]
+) -> None:
+    """Check arguments that must have their default values.
+
+    Args:
+        owner: Name of the class that gets them.
+        given: The arguments.
+        defaults: Default values of all arguments that its library knows.
+        instead: What to do instead of each argument.
+
+    Raises:
+        UsageError: One has another value, or the library does not have it.
+    """
+    for name, value in given.items():
+        if name not in defaults:
+            raise UsageError(f"{owner} got {name}=, which it does not know; remove it")
+        if value is not None and value != defaults[name]:
+            raise UsageError(f"{owner} does not take {name}=; {instead.get(name, 'remove it')}")
+
+
+def refused_override(owner: type, method: str, instead: Mapping[str, str]) -> UsageError:
+    """Return the error for a class that overrides a method that a run does not call."""
+    return UsageError(f"{owner.__name__} overrides {method}(), which a run does not call; {instead[method]}")

@@ -1,0 +1,15 @@
+"""Hugging Face's Trainer on workers that come and go.
+
+from undula.adapters.transformers import Trainer, launch        # in place of transformers' Trainer
+...
+launch(main)                                                    # in place of main()
+"""
+
+from undula.adapters.script import expect_launch, launch
+from undula.errors import needs_extra, one_sentence
+
+with one_sentence(), needs_extra("transformers"):
+    from undula.adapters.transformers.trainer import ElasticMixin, Trainer
+
+expect_launch()
+__all__ = ["ElasticMixin", "Trainer", "launch"]

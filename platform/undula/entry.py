@@ -1,0 +1,92 @@
+"""Entry points of a job's script: `main` trains the job, and `study_main` conducts a study of the job."""
+
+import argparse
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from undula.config.environment import with_secrets
+from undula.config.job import load_spec, script_of
+from undula.config.yaml_file import Setting
+from undula.driver.connection import private_environment_of_job
+from undula.driver.script import note_begin, run_script
+from undula.driver.training import TrainFunction, end_on_sigterm, train_job
+from undula.errors import SpecError, needs_extra, one_sentence
+from undula.study.load import load_study
+from undula.telemetry.tracker import Tracker
+
+
+def main(
+    train: TrainFunction,
+    config: type | None = None,
+    argv: Sequence[str] | None = None,
+    settings: Callable[[Mapping[str, Any]], Mapping[str, Setting]] = lambda _tree: {},
+    trackers: Sequence[Tracker] = (),
+) -> None:
+    """Run a job script: check its YAML and overrides, train on the available Ray cluster, and print the result and the run directory.
+
+    The process exits with a message of one sentence if the input is wrong (status 2) or the cluster cannot train it (3), and with status 1
+    if training fails.
+
+    Args:
+        train: Training loop of the script. It runs in every worker.
+        config: Dataclass of the script's own settings, which are under `config` in the YAML. Without it, they are a mapping.
+        argv: Command line, by default that of this process: [--config JOB.yaml] [--print] [--fresh] [key.sub=value ...].
+            JOB.yaml defaults to the file beside the script with the same name. With --study STUDY.yaml, the script conducts a study of
+            the job instead.
+        settings: Callback that returns settings of the script itself by dotted key, given the tree of the YAML with its overrides.
+        trackers: Experiment trackers of your own, beside those of the job. A study does not use them.
+    """
+    note_begin()
+    end_on_sigterm()
+    options = _parser().parse_intermixed_args(argv)
+    with one_sentence(), private_environment_of_job():
+        overrides = with_secrets(options.overrides)
+        if options.study:
+            with needs_extra("study"):
+                from undula.study.conduct import conduct
+            conduct(train, config, options.study, overrides, options.fresh)
+            return
+        loaded = load_spec(options.config, overrides, config, settings=settings)
+        if options.print:
+            print(loaded.to_yaml(), end="")
+            return
+        train_job(loaded, train, options.trainer, options.fresh, trackers)
+
+
+def study_main(argv: Sequence[str] | None = None) -> None:
+    """Conduct a study: run the script of its job, whose `main` then trains the study's trials.
+
+    The process exits with status 2 and a message of one sentence if the input is wrong.
+
+    Args:
+        argv: Command line, by default that of this process: STUDY.yaml [--fresh] [key=value ...]. The script must lie beside the job's
+            YAML and have the same name.
+    """
+    study, *rest = [*(sys.argv[1:] if argv is None else argv), ""]
+    with one_sentence():
+        if not study or study.startswith("-"):
+            raise SpecError("command line: the study is missing; give STUDY.yaml as the first argument")
+        overrides = [argument for argument in rest if argument and not argument.startswith("-")]
+        script = script_of(load_study(Path(study), with_secrets(overrides)).file)
+        run_script(script, ["--study", study, *(argument for argument in rest if argument)])
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description="Train a job. Values of its YAML are overridden with key.sub=value.")
+    beside = Path(sys.argv[0]).with_suffix(".yaml")
+    parser.add_argument(
+        "--config", type=Path, default=beside, metavar="JOB.yaml", help=f"YAML of the job (default: {beside})"
+    )
+    parser.add_argument(
+        "--print", action="store_true", help="print the resolved job with the origin of each value, and exit"
+    )
+    text = "trainer that runs the loop; `ray` is Ray Train's own, for comparison (default: undula)"
+    parser.add_argument("--trainer", choices=["undula", "ray"], default="undula", help=text)
+    parser.add_argument(
+        "--study", type=Path, metavar="STUDY.yaml", help="conduct a study of the job instead of training it"
+    )
+    parser.add_argument("--fresh", action="store_true", help="delete the run in the run directory and start over")
+    parser.add_argument("overrides", nargs="*", metavar="key.sub=value", help="override a value of the YAML")
+    return parser
