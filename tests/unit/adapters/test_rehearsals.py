@@ -15,7 +15,8 @@ from undula.adapters.script import Script
 from undula.adapters.transformers import Trainer
 from undula.telemetry.messages import Message
 from undula.train.job import Job
-from undula.train.rehearsal import RehearsedStep, rehearse
+from undula.train.rehearsal import rehearse
+from undula.train.step import Step
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -24,8 +25,8 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 def told(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any, Job], list[Message]]:
     """Function that rehearses a script to the end of its step, and returns the messages to the user."""
     updated = []
-    update = RehearsedStep.update
-    monkeypatch.setattr(RehearsedStep, "update", lambda step: (update(step), updated.append(step))[0])
+    update = Step.update
+    monkeypatch.setattr(Step, "update", lambda step: (update(step), updated.append(step))[0])
 
     def rehearsed(train: Any, job: Job) -> list[Message]:
         found: list[Message] = []
