@@ -62,7 +62,7 @@ MOST_RANKS = 2
 """Number of ranks of the largest group of `check_on_ranks`."""
 LIMIT_S = 120.0
 """Maximum time in seconds for a group of ranks to end."""
-PRELOADED = ["undula.testing.conformance", "torch._dynamo", "torch.distributed.fsdp", "undula.telemetry.tensorboard"]
+PRELOADED = ["undula.testing.conformance", "torch._dynamo", "torch.distributed.fsdp"]
 """Modules that the process imports once from which ranks are forked."""
 
 
