@@ -86,8 +86,8 @@ class Followed:
         self.follower = Follower(tracker, lambda: run, store, lambda events: TAGS, self._report, interval_s=0.01)
         self.follower.start()
 
-    def _report(self, name: str, error: BaseException | None, newest: int | None) -> None:
-        self.reports.append((name, type(error).__name__, newest))
+    def _report(self, follower: Follower) -> None:
+        self.reports.append((follower.name, type(follower.problem).__name__, follower.newest))
 
     def end(self, limit_s: float = 120.0) -> bool:
         """End the training, and return whether everything was sent within the limit."""

@@ -31,7 +31,7 @@ from undula.recovery.worker_state import WorkerState
 from undula.state.model_state import Shapes, model_shapes
 from undula.train.job import Job
 from undula.train.run import Run
-from undula.train.session import Maps
+from undula.train.session import Check, Maps
 from undula.train.single_process import local_world
 
 
@@ -153,6 +153,9 @@ class _Probe:
             raise
         self.data = data
         self._enter_meta_device()
+
+    def preflight(self, check: Check) -> None:
+        check(self._loaded.origins.keys())
 
     def place(self, module: nn.Module) -> NoReturn:
         """End the script with the facts about its model."""

@@ -72,8 +72,9 @@ class Tracking:
         def record() -> dict[str, Any]:
             return dict(json.loads(store.read(JOB_FILE)))
 
-        def report(name: str, error: BaseException | None, newest: int | None) -> None:
-            publish(TrackerEvent(name, newest, "" if error is None else problem_of(error)))
+        def report(follower: Follower) -> None:
+            problem = problem_of(follower.problem) if follower.problem else ""
+            publish(TrackerEvent(follower.name, follower.newest, problem))
 
         self._followers = [
             Follower(

@@ -7,7 +7,6 @@ step that it has, and reads on from there.
 import threading
 import time
 from collections.abc import Callable, Mapping
-from typing import TypeAlias
 
 import pyarrow as pa
 
@@ -26,12 +25,6 @@ LAST_INTERVAL_S = 1.0
 DESCRIBE_INTERVAL_S = 300.0
 """Seconds between two updates of a run's tags. Its cost follows from the whole ledger, which is read for this."""
 
-Describe: TypeAlias = Callable[[pa.Table], Mapping[str, str]]
-"""Callback that returns the tags of a run, given the rows of its events."""
-Report: TypeAlias = Callable[[str, BaseException | None, int | None], None]
-"""Callback that is called once when a tracker gets out of reach, with its name and the error, and once when it has caught up. The last
-argument is the number of the newest step that the tracker has; None if that is not known."""
-
 
 class Follower:
     """Sends the steps of a run to a tracker until training ends.
@@ -40,8 +33,8 @@ class Follower:
         tracker: The tracker.
         run: Callback that returns the run as the tracker shows it.
         store: Run directory.
-        describe: Callback that returns the tags of the run.
-        report: Callback for outages of the tracker during training.
+        describe: Callback that returns the tags of the run, given the rows of its events.
+        report: Callback that gets the follower when its tracker gets out of reach during training, and when it has caught up.
         interval_s: Seconds between two reads of the ledger.
     """
 
@@ -50,8 +43,8 @@ class Follower:
         tracker: Tracker,
         run: Callable[[], TrackedRun],
         store: Store,
-        describe: Describe,
-        report: Report,
+        describe: Callable[[pa.Table], Mapping[str, str]],
+        report: Callable[["Follower"], None],
         interval_s: float = INTERVAL_S,
     ):
         self._tracker, self._run, self._store = tracker, run, store
@@ -95,15 +88,14 @@ class Follower:
 
     def _try_to_catch_up(self, is_over: bool) -> None:
         """Send what the tracker lacks, and report when the tracker gets out of reach and when it is back."""
-        problem = self.problem
+        was_out_of_reach = self.problem is not None
         try:
             if self._catch_up(is_over):
-                problem, self._is_complete = None, is_over
+                self.problem, self._is_complete = None, is_over
         except Exception as error:
-            problem, self._feed = error, None
-        if (problem is None) != (self.problem is None) and not is_over:
-            self._report(self.name, problem, self.newest)
-        self.problem = problem
+            self.problem, self._feed = error, None
+        if was_out_of_reach != (self.problem is not None) and not is_over:
+            self._report(self)
 
     def _catch_up(self, is_over: bool) -> bool:
         """Send what the tracker lacks. Returns False if the ledger cannot be read, for which the store has an event of its own."""

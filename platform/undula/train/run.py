@@ -29,7 +29,7 @@ from undula.state.pieces import RankState
 from undula.train.loop import TrainingLoop
 from undula.train.parts import GivenParts
 from undula.train.script_state import AfterStep, Capture, Restore
-from undula.train.session import Session
+from undula.train.session import Check, Session
 from undula.train.step import Step
 from undula.train.validation import ValidationFunction
 
@@ -109,6 +109,14 @@ class Run:
         data = script_data(dataset, validation, name, num_workers, loader_arguments)
         validation_items = None if validation is None else Items(validation, collate_fn)
         self._parts.add_dataset(data, Items(dataset, collate_fn), validation_items)
+
+    def preflight(self, check: Check) -> None:
+        """Call a check of the script in the driver only, which calls the script up to `model` and would not know what is refused later.
+
+        Args:
+            check: Function that raises UsageError. It gets the dotted keys of the job that the user has set.
+        """
+        self._session.preflight(check)
 
     def model(self, module: nn.Module) -> nn.Module:
         """Move a module to the device, and give all ranks the weights of rank 0. If the run resumes, `steps` restores its weights.

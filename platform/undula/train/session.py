@@ -1,5 +1,6 @@
 """What stands behind the run that a script sees: in training a worker group, and elsewhere something that commits nothing."""
 
+from collections.abc import Callable, Collection
 from functools import partial
 from typing import Any, Protocol
 
@@ -25,6 +26,8 @@ from undula.train.script_state import AfterStep
 from undula.train.setup import RunSetup
 from undula.train.validation import ValidationFunction
 
+Check = Callable[[Collection[str]], None]
+"""Check of a script, which gets the dotted keys of the job that the user has set."""
 Maps = tuple[SampleFunction | None, SampleFunction | None]
 """Transforms of the samples of the training data and of the validation data; None for none."""
 
@@ -48,6 +51,9 @@ class Session(Protocol):
         Raises:
             UsageError: The run cannot use it.
         """
+
+    def preflight(self, check: Check) -> None:
+        """Call a check in the driver, with the dotted keys that the user has set; elsewhere, do nothing."""
 
     def place(self, module: nn.Module) -> PlacedModel:
         """Accept the script's module, and place it on the device.
@@ -92,6 +98,9 @@ class GroupSession:
             return self.worker.keep(name, lambda: Loader(data.num_workers), Loader.close)
 
         return ScriptSamples(self.job, data, self.setup.virtual_workers, training, validation, loader_of)
+
+    def preflight(self, check: Check) -> None:
+        """Do nothing, because the driver has done it."""
 
     def place(self, module: nn.Module) -> PlacedModel:
         return place_model(module, self.job, self.plan, self.setup.layout, self._make_engine)

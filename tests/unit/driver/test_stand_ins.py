@@ -41,6 +41,7 @@ BEFORE_THE_MODEL: Uses = {
     "state": taken,
     "gather": lambda run: run.gather(7)[run.rank],
     "alive": lambda run: run.alive(),
+    "preflight": lambda run: run.preflight(lambda given: None),
     "map": lambda run: run.map(lambda sample, random: sample),
     "dataset": lambda run: run.dataset(TensorDataset(torch.ones(3))),
     "optimizer": lambda run: run.optimizer(torch.optim.SGD(nn.Linear(1, 1).parameters())),

@@ -107,6 +107,7 @@ def test_a_study_refuses_trackers(tmp_path: Path) -> None:
 def begun(tmp_path: Path) -> Store:
     """Directory of a run whose job was submitted."""
     prepared = prepare(job(tmp_path), train, fresh=False)
+    assert [tracker.name for tracker in prepared.trackers] == ["TensorBoard"]  # which shows every run
     record_job(job(tmp_path), prepared.plan, prepared.store)
     return prepared.store
 

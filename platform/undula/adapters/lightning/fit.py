@@ -1,6 +1,6 @@
 """Training of a LightningModule under the loop of a run: the steps and the validations, with the hooks around them."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -103,17 +103,18 @@ class _Fit:
 
         run.keep("prepare_data of Lightning", hooks.prepare_data)
         hooks.set_up(plan_of)
-        if run.device.type == "meta":
-            # The driver ends the script at run.model(), and would not know what is refused after it.
-            driver: Any = run
-            if self._configured()[1] is None and not driver.gives("schedule.decay"):
-                raise UsageError(
-                    "configure_optimizers() returned no scheduler, with which Lightning keeps the learning rate constant, but a job decays "
-                    "it along a cosine by default; set schedule.decay=constant in the job's YAML, or another decay that the run shall have"
-                )
+        run.preflight(self._check_decay)
         run.model(hooks.module)
         optimizer, self._schedulers = self._configured()
         run.optimizer(optimizer, self._schedulers)
+
+    def _check_decay(self, given: Collection[str]) -> None:
+        """Refuse a module without a scheduler unless the job says how its learning rate decays."""
+        if self._configured()[1] is None and "schedule.decay" not in given:
+            raise UsageError(
+                "configure_optimizers() returned no scheduler, with which Lightning keeps the learning rate constant, but a job decays "
+                "it along a cosine by default; set schedule.decay=constant in the job's YAML, or another decay that the run shall have"
+            )
 
     def _configured(self) -> Any:
         """Return the optimizer and the schedulers. Without a scheduler, the optimizer must have the learning rate of the job."""
