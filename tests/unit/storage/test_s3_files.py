@@ -10,11 +10,11 @@ import pyarrow as pa
 import pyarrow.dataset
 import pyarrow.parquet as pq
 import pytest
-from faulty_s3 import FaultyS3, faulty_s3
+from faulty_s3 import FaultyS3, used
 
 from undula.errors import StorageError
 from undula.storage import Store, open_store, retries, s3_files, s3_requests
-from undula.storage.s3 import forget_clients, s3_client
+from undula.storage.s3 import s3_client
 from undula.storage.s3_files import S3File, S3Output
 
 CONTENT = random.Random(0).randbytes(3 * 2**20 + 17)
@@ -23,9 +23,7 @@ MIB = 2**20
 
 @pytest.fixture
 def proxy(s3_endpoint: str, s3: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultyS3]:
-    with faulty_s3(s3_endpoint) as server:
-        monkeypatch.setenv("AWS_ENDPOINT_URL", server.url)
-        forget_clients()
+    with used(FaultyS3(s3_endpoint), monkeypatch) as server:
         yield server
 
 
