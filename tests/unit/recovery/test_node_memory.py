@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -172,10 +173,7 @@ def test_a_node_that_runs_out_of_memory_leaves_the_last_complete_state_until_a_c
     for rank in group.ranks:
         rank.wait()
 
-    def full(*_: object) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(snapshot_writer.os, "posix_fallocate", full)
+    monkeypatch.setattr(snapshot_writer.os, "posix_fallocate", Mock(side_effect=OSError(28, "No space left on device")))
     group.step(2)
     group.step(3)
     assert group.warnings == ["[Errno 28] No space left on device"] * 2

@@ -4,6 +4,7 @@ import asyncio
 from concurrent.futures import Future
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -25,8 +26,12 @@ def answered(value: bool) -> "Future[bool]":
     return answer
 
 
+def elsewhere(controller: Any = None) -> ReplicaClient:
+    return ReplicaClient(controller, 0, is_elsewhere=True, shares_node=True)
+
+
 def test_a_rank_that_was_refused_sends_no_more() -> None:
-    client = ReplicaClient(None, 0, is_elsewhere=True, shares_node=True)
+    client = elsewhere()
     assert client.is_due(is_whole=False)
     client.sender(100)
     assert not client.is_due(is_whole=False)
@@ -39,13 +44,8 @@ def test_a_rank_that_was_refused_sends_no_more() -> None:
 def test_a_replica_for_which_the_object_store_has_no_room_does_not_hold_up_later_ones(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def full(_: object) -> None:
-        raise ObjectStoreFullError
-
-    monkeypatch.setattr(replica.ray, "put", full)
-    client = ReplicaClient(
-        SimpleNamespace(store_replica=SimpleNamespace(remote=None)), 0, is_elsewhere=True, shares_node=True
-    )
+    monkeypatch.setattr(replica.ray, "put", Mock(side_effect=ObjectStoreFullError))
+    client = elsewhere(Mock())
     client.sender(100)(b"{}", memoryview(bytes(8)))
     assert not client.is_on_its_way
     client._next = 0.0
@@ -53,7 +53,7 @@ def test_a_replica_for_which_the_object_store_has_no_room_does_not_hold_up_later
 
 
 def test_the_pause_after_a_replica_follows_the_slowest_rank() -> None:
-    client = ReplicaClient(None, 0, is_elsewhere=True, shares_node=True)
+    client = elsewhere()
     client.sender(100)
     client._began -= 1.0
     client._arrived(answered(True))

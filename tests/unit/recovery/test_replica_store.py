@@ -58,8 +58,8 @@ def test_parts_of_older_states_are_refused() -> None:
 class Head:
     """Head with a given amount of memory, to which the ranks of a sharded model send their parts of 1 MiB."""
 
-    def __init__(self, ranks: int, memory_mib: int, monkeypatch: pytest.MonkeyPatch):
-        self.store, self.ranks, self.memory = ReplicaStore(), ranks, memory_mib * 2**20
+    def __init__(self, memory_mib: int, monkeypatch: pytest.MonkeyPatch):
+        self.store, self.memory = ReplicaStore(), memory_mib * 2**20
         self.least = self.memory
         monkeypatch.setattr(replica_store, "available_memory", lambda: self.memory - self.held)
 
@@ -67,65 +67,51 @@ class Head:
     def held(self) -> int:
         return sum(len(each.load_bytes()) for each in self.store.share(0, 1))
 
-    def send(self, step: int, is_last: bool = False) -> list[bool]:
+    def send(self, ranks: int, step: int, is_last: bool) -> list[bool]:
         """Send the parts of a state as far as they are admitted. Return the answer to each rank."""
         answers = []
-        for rank in range(self.ranks):
-            piece = Piece(torch.zeros(2**20, dtype=torch.uint8), (self.ranks * 2**20,), (rank * 2**20,), False)
+        for rank in range(ranks):
+            piece = Piece(torch.zeros(2**20, dtype=torch.uint8), (ranks * 2**20,), (rank * 2**20,), False)
             meta, data = packed("plan", (1, step), RankState({"w": piece}, {}), [])
-            answers.append(self.store.admits((1, step), self.ranks * 2**20, is_last))
+            answers.append(self.store.admits((1, step), ranks * 2**20, is_last))
             if answers[-1]:
                 self.store.keep(f"rank {rank}", parsed(meta, data))
             self.least = min(self.least, self.memory - self.held)
         return answers
 
 
-def test_a_state_that_does_not_fit_is_refused_as_a_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    head = Head(ranks=64, memory_mib=30, monkeypatch=monkeypatch)
-    for step in (10, 20):
-        assert head.send(step) == [False] * 64
-    assert head.held == 0
-    assert head.send(30, is_last=True) == [False] * 64
-
-
-def test_states_that_fit_twice_replace_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    head = Head(ranks=8, memory_mib=32, monkeypatch=monkeypatch)
-    for step in (10, 20, 30):
-        assert head.send(step) == [True] * 8
-        assert head.store.newest_whole == (1, step)
+@pytest.mark.parametrize(
+    ("memory_mib", "sends", "newest"),
+    [
+        # A state of 8 MiB that fits twice is replaced by the next one.
+        (32, [(8, False, True), (8, False, True), (8, False, True)], 30),
+        # One that fits once is stored only if no newer one will replace it.
+        (31, [(8, False, False), (8, True, True), (8, True, False)], 20),
+        # One of another size is admitted by its own size.
+        (32, [(8, False, True), (9, False, False), (4, False, True)], 30),
+        # One that does not fit is refused as a whole.
+        (30, [(64, False, False), (64, False, False), (64, True, False)], None),
+    ],
+)
+def test_a_state_is_admitted_if_it_fits(
+    monkeypatch: pytest.MonkeyPatch, memory_mib: int, sends: list[tuple[int, bool, bool]], newest: int | None
+) -> None:
+    head = Head(memory_mib, monkeypatch)
+    for number, (ranks, is_last, is_admitted) in enumerate(sends, 1):
+        assert head.send(ranks, 10 * number, is_last) == [is_admitted] * ranks
+    assert head.store.newest_whole == (NEVER if newest is None else (1, newest))
     assert head.least >= head.memory / 2
+    assert newest is not None or head.held == 0
 
 
-def test_a_state_that_fits_once_is_stored_only_if_no_newer_one_will_replace_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    head = Head(ranks=8, memory_mib=31, monkeypatch=monkeypatch)
-    assert head.send(10) == [False] * 8
-    assert head.send(20, is_last=True) == [True] * 8
-    assert head.send(30, is_last=True) == [False] * 8
-    assert head.store.newest_whole == (1, 20)
-
-
-def test_a_state_of_another_size_is_admitted_by_its_own_size(monkeypatch: pytest.MonkeyPatch) -> None:
-    head = Head(ranks=8, memory_mib=32, monkeypatch=monkeypatch)
-    head.send(10)
-    head.ranks = 9
-    assert head.send(20) == [False] * 9
-    head.ranks = 4
-    assert head.send(30) == [True] * 4
-    assert head.store.newest_whole == (1, 30)
-
-
-def test_all_ranks_together_fetch_the_whole_state() -> None:
-    store = ReplicaStore()
-    for half in (0, 1):
-        store.keep(f"rank {half}", snapshot(3, half))
-    assert sorted(len(store.share(rank, 3)) for rank in range(3)) == [0, 1, 1]
-
-
-def test_one_copy_of_a_replicated_state_is_kept() -> None:
+def test_one_copy_of_a_state_is_kept_and_all_ranks_together_fetch_it() -> None:
     store = ReplicaStore()
     for step in (1, 2, 3):
         store.keep("rank 0", snapshot(step, None))
     assert [each.age for each in store.share(0, 1)] == [(1, 3)]
+    for half in (0, 1):
+        store.keep(f"rank {half}", snapshot(4, half))
+    assert sorted(len(store.share(rank, 3)) for rank in range(3)) == [0, 1, 1]
 
 
 def test_a_worker_exports_a_state_that_is_newer_and_fits() -> None:

@@ -7,6 +7,8 @@ import threading
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -39,6 +41,17 @@ def take(writer: SnapshotWriter, step: int) -> None:
     writer.wait()
 
 
+def newest(folder: Path, plan_digest: str = "plan") -> Snapshot | None:
+    return max(find_snapshots(folder, plan_digest), key=lambda found: found.age, default=None)
+
+
+def loaded(folder: Path) -> dict[str, Any]:
+    """Return the state of the newest snapshot."""
+    found = newest(folder)
+    assert found is not None
+    return found.load().whole()
+
+
 def test_a_snapshot_is_copied_on_the_gpu_that_has_the_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The thread that copies has no current GPU of its own, so that torch would take the first one."""
     used: list[object] = []
@@ -54,49 +67,41 @@ def test_a_snapshot_is_copied_on_the_gpu_that_has_the_state(tmp_path: Path, monk
     monkeypatch.setattr(snapshot_writer, "_ready", lambda tensors: ready)
     monkeypatch.setattr(torch.cuda, "Stream", Stream)
     monkeypatch.setattr(torch.cuda, "stream", nullcontext)
-    writer = SnapshotWriter(tmp_path / "run", "plan")
-    take(writer, 1)
+    take(SnapshotWriter(tmp_path / "run", "plan"), 1)
     assert used == [ready.device, ready]
-    found = newest_snapshot(tmp_path / "run", "plan")
-    assert found is not None
-    assert float(found.load().pieces["model.w"].tensor[0, 0]) == 1.0
+    assert float(loaded(tmp_path / "run")["model.w"][0, 0]) == 1.0
 
 
-def newest_snapshot(folder: Path, plan_digest: str) -> Snapshot | None:
-    return max(find_snapshots(folder, plan_digest), key=lambda found: found.age, default=None)
-
-
-def test_the_newest_snapshot_is_restored_unchanged(tmp_path: Path) -> None:
+def test_the_newest_snapshot_of_a_plan_is_restored_unchanged(tmp_path: Path) -> None:
     writer = SnapshotWriter(tmp_path, "plan")
     for step in (1, 2, 3):
         take(writer, step)
-    found = newest_snapshot(tmp_path, "plan")
+    found = newest(tmp_path)
     assert found is not None
-    assert (found.age, found.rows) == ((0, 3), (row(2),))
-    assert found.holding is None
-    loaded = found.load().whole()
-    assert loaded.keys() == state(3).keys()
+    assert (found.age, found.rows, found.holding) == ((0, 3), (row(2),), None)
+    state_of_it = found.load().whole()
+    assert state_of_it.keys() == state(3).keys()
     for name, value in state(3.0).items():
-        assert torch.equal(loaded[name], value) if isinstance(value, torch.Tensor) else loaded[name] == value
+        assert torch.equal(state_of_it[name], value) if isinstance(value, torch.Tensor) else state_of_it[name] == value
+    assert newest(tmp_path, "other plan") is None
+    assert newest(tmp_path / "nowhere") is None
 
 
+@pytest.mark.parametrize("more", [{}, {"model.more": torch.ones(1000)}], ids=["same layout", "new layout"])
 def test_a_writer_that_is_killed_during_a_write_leaves_the_previous_snapshot(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, more: dict[str, torch.Tensor]
 ) -> None:
     writer = SnapshotWriter(tmp_path, "plan")
     take(writer, 1)
     take(writer, 2)
-
-    def killed(self: Path, target: Path) -> Path:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(Path, "replace", killed)
+    monkeypatch.setattr(Path, "replace", Mock(side_effect=KeyboardInterrupt))
+    writer.begin(3, rank_state({**state(3.0), **more}), {}, [])
     with pytest.raises(KeyboardInterrupt):
-        take(writer, 3)
-    found = newest_snapshot(tmp_path, "plan")
+        writer.wait()
+    found = newest(tmp_path)
     assert found is not None
     assert found.age == (0, 2)
-    assert torch.equal(found.load().pieces["model.w"].tensor, torch.full((3, 5), 2.0))
+    assert torch.equal(loaded(tmp_path)["model.w"], torch.full((3, 5), 2.0))
 
 
 def test_the_writer_of_a_new_attempt_keeps_the_existing_snapshots(tmp_path: Path) -> None:
@@ -105,41 +110,34 @@ def test_the_writer_of_a_new_attempt_keeps_the_existing_snapshots(tmp_path: Path
         assert sorted(json.loads(meta.read_bytes())["step"] for meta in tmp_path.rglob("meta.json")) == left
 
 
-def test_the_snapshot_of_another_plan_is_ignored(tmp_path: Path) -> None:
-    take(SnapshotWriter(tmp_path, "plan"), 1)
-    assert newest_snapshot(tmp_path, "other plan") is None
-    assert newest_snapshot(tmp_path / "nowhere", "plan") is None
-
-
-def test_memory_is_bounded_and_a_state_that_does_not_fit_is_reported(
+def test_a_state_that_does_not_fit_is_reported_and_training_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(node_memory, "FREE_SHARE", 0.0)
-    writer = SnapshotWriter(tmp_path, "plan")
-    take(writer, 1)
+    with monkeypatch.context() as patch:
+        patch.setattr(node_memory, "FREE_SHARE", 0.0)
+        writer = SnapshotWriter(tmp_path / "no share", "plan")
+        take(writer, 1)
     assert writer.problem is not None
     assert not writer.is_due(1.0)
     assert writer.bytes == 0
-
-
-def test_full_memory_ends_snapshots_but_not_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(*_: object) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(snapshot_writer.os, "posix_fallocate", full)
-    writer = SnapshotWriter(tmp_path, "plan")
+    monkeypatch.setattr(snapshot_writer.os, "posix_fallocate", Mock(side_effect=OSError(28, "No space left on device")))
+    writer = SnapshotWriter(tmp_path / "full", "plan")
     take(writer, 1)
     assert writer.problem is not None
     assert "No space left" in writer.problem
-    assert newest_snapshot(tmp_path, "plan") is None
+    assert newest(tmp_path) is None
 
 
-def test_the_interval_keeps_the_cost_below_a_hundredth(tmp_path: Path) -> None:
+def test_the_interval_keeps_the_cost_below_a_hundredth_and_is_reported_once_it_is_known(tmp_path: Path) -> None:
     writer = SnapshotWriter(tmp_path, "plan")
-    assert writer.is_due(step_s=0.1)
-    take(writer, 1)
+    for step in range(1, 9):
+        assert writer.cost() is None
+        assert writer.is_due(step_s=0.1) or step > 1
+        take(writer, step)
+    writer._cost_s = 0.0005
+    assert writer.cost() == (1, pytest.approx(0.005))
     writer._cost_s = 0.0025
-    assert writer.every_steps == 3
+    assert writer.cost() == (3, pytest.approx(0.0083, rel=0.01))
     assert [writer.is_due(step_s=0.1) for _ in range(3)] == [False, False, True]
 
 
@@ -154,18 +152,6 @@ def test_the_first_snapshot_in_each_slot_does_not_count_for_the_interval(tmp_pat
         intervals.append(writer.every_steps)
     assert intervals[:2] == [1, 1]
     assert max(intervals) < 1000
-
-
-def test_the_interval_and_the_memory_are_reported_once(tmp_path: Path) -> None:
-    writer = SnapshotWriter(tmp_path, "plan")
-    for step in range(1, 9):
-        assert writer.cost() is None
-        writer.is_due(step_s=0.1)
-        take(writer, step)
-    writer._cost_s = 0.0025
-    assert writer.cost() == (3, pytest.approx(0.0083, rel=0.01))
-    writer._cost_s = 0.0005
-    assert writer.cost() == (1, pytest.approx(0.005))
 
 
 def test_a_finished_run_leaves_no_memory_behind(tmp_path: Path) -> None:
@@ -185,7 +171,7 @@ def test_tensors_are_restored_with_their_strides(tmp_path: Path) -> None:
     writer = SnapshotWriter(tmp_path, "plan")
     writer.begin(1, states, {}, [])
     writer.wait()
-    found = newest_snapshot(tmp_path, "plan")
+    found = newest(tmp_path)
     assert found is not None
     for name, piece in found.load().pieces.items():
         assert torch.equal(piece.tensor, tensors[int(name)])
@@ -213,11 +199,8 @@ def test_a_changed_set_of_tensors_gets_a_new_layout(tmp_path: Path) -> None:
     writer.begin(2, rank_state(grown), {"model.more": torch.full((1000,), 3.0)}, [])
     writer.wait()
     assert writer.problem is None
-    found = newest_snapshot(tmp_path, "plan")
-    assert found is not None
-    loaded = found.load().whole()
-    assert torch.equal(loaded["model.w"], torch.full((3, 5), 2.0))
-    assert torch.equal(loaded["model.more"], torch.full((1000,), 3.0))
+    assert torch.equal(loaded(tmp_path)["model.w"], torch.full((3, 5), 2.0))
+    assert torch.equal(loaded(tmp_path)["model.more"], torch.full((1000,), 3.0))
 
 
 def test_a_snapshot_that_is_being_sent_does_not_change_when_the_layout_does(tmp_path: Path) -> None:
@@ -239,31 +222,12 @@ def test_a_snapshot_that_is_being_sent_does_not_change_when_the_layout_does(tmp_
     assert [found.load().pieces["model.w"].tensor.unique().tolist() for found in sent] == [[1.0], [2.0], [3.0]]
 
 
-def test_a_writer_that_is_killed_after_the_layout_has_changed_leaves_the_previous_snapshot(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    writer = SnapshotWriter(tmp_path, "plan")
-    take(writer, 1)
-
-    def killed(self: Path, target: Path) -> Path:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(Path, "replace", killed)
-    writer.begin(2, rank_state({**state(2.0), "model.more": torch.ones(1000)}), {}, [])
-    with pytest.raises(KeyboardInterrupt):
-        writer.wait()
-    found = newest_snapshot(tmp_path, "plan")
-    assert found is not None
-    assert found.age == (0, 1)
-
-
 def test_the_memory_of_old_runs_is_freed_and_that_of_this_run_is_kept(tmp_path: Path) -> None:
     folder = tmp_path / "undula-0"
     take(SnapshotWriter(folder / "own", "plan", local_rank=3), 1)
-    for local_rank in range(2):
-        take(SnapshotWriter(folder / "old", "plan", local_rank=local_rank), 1)
-    take(SnapshotWriter(folder / "recent", "plan", local_rank=0), 1)
-    take(SnapshotWriter(folder / "recent", "plan", local_rank=1), 1)
+    for run in ("old", "recent"):
+        for local_rank in range(2):
+            take(SnapshotWriter(folder / run, "plan", local_rank=local_rank), 1)
     for slot in [*folder.glob("own/*/3/*"), *folder.glob("old/*/*/*"), *folder.glob("recent/*/1/*")]:
         os.utime(slot, (0, 0))
     writer = SnapshotWriter(folder / "own", "plan")
@@ -301,4 +265,4 @@ def test_a_snapshot_of_another_version_is_ignored(tmp_path: Path) -> None:
     take(SnapshotWriter(tmp_path, "plan"), 1)
     (meta,) = tmp_path.rglob("meta.json")
     meta.write_text(json.dumps({"plan_digest": "plan", "step": 1}))
-    assert newest_snapshot(tmp_path, "plan") is None
+    assert newest(tmp_path) is None

@@ -1,13 +1,13 @@
 """Tests of conditional reads against servers that take If-Match in different forms."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any, get_args
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from s3_server import S3Proxy, Takes, serving
+from s3_server import S3Proxy, Takes
+from storage_kit import used
 
 from undula.data.prepare.index import index
 from undula.data.stored.manifest import Manifest
@@ -15,7 +15,6 @@ from undula.data.stored.shards import Shard
 from undula.errors import ManifestError, StorageError
 from undula.storage import Store, open_store
 from undula.storage.etags import bare, is_same
-from undula.storage.s3 import forget_clients
 
 TABLE = pa.table({"a": range(100)})
 SENT: dict[Takes, list[str]] = {
@@ -27,19 +26,11 @@ SENT: dict[Takes, list[str]] = {
 """Conditions of three reads, with the ETag in place of the braces."""
 
 
-@contextmanager
-def server_that(takes: Takes, s3_endpoint: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[S3Proxy]:
-    with serving(S3Proxy(s3_endpoint, takes)) as server:
-        monkeypatch.setenv("AWS_ENDPOINT_URL", server.url)
-        forget_clients()
-        yield server
-
-
 @pytest.fixture(params=get_args(Takes))
 def server(
     request: pytest.FixtureRequest, s3: Any, s3_endpoint: str, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[S3Proxy]:
-    with server_that(request.param, s3_endpoint, monkeypatch) as running:
+    with used(S3Proxy(s3_endpoint, request.param), monkeypatch) as running:
         yield running
 
 
@@ -92,7 +83,7 @@ def test_an_open_file_is_never_of_two_versions(store: Store, server: S3Proxy) ->
 
 def test_a_change_teaches_nothing(s3: Any, s3_endpoint: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A refusal is only one of the form if the object has the ETag."""
-    with server_that("quoted", s3_endpoint, monkeypatch) as server:
+    with used(S3Proxy(s3_endpoint, "quoted"), monkeypatch) as server:
         store = open_store(s3.url("data"))
         write(store, TABLE)
         (shard,) = shards_of(index(store.url))

@@ -9,18 +9,14 @@ import boto3
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from s3_server import PassOn, S3Proxy, serving
+from s3_server import PassOn, S3Proxy
+from storage_kit import CONFIG, ROLE, use_profile, used
 
 from undula.data.prepare.index import index
 from undula.data.stored.shards import Shard
 from undula.errors import StorageError
 from undula.storage import Store, open_store
 from undula.storage.s3 import forget_clients
-
-ROLE = """<AssumeRoleResponse xmlns="https://sts.amazonaws.com/doc/2011-06-15/"><AssumeRoleResult><Credentials>
-<AccessKeyId>ASIAROLE</AccessKeyId><SecretAccessKey>secret</SecretAccessKey><SessionToken>token</SessionToken>
-<Expiration>2099-01-01T00:00:00Z</Expiration></Credentials><AssumedRoleUser><Arn>arn</Arn><AssumedRoleId>id</AssumedRoleId>
-</AssumedRoleUser></AssumeRoleResult></AssumeRoleResponse>"""
 
 
 class Recorder(S3Proxy):
@@ -72,32 +68,27 @@ TABLE = pa.table({"a": range(100)})
 def store(s3: Any) -> Store:
     """Folder with a file, written directly."""
     found = open_store(s3.url("root"))
-    sink = pa.BufferOutputStream()
-    pq.write_table(TABLE, sink)
-    found.write("a.parquet", sink.getvalue().to_pybytes())
+    write_table(found, "a.parquet", TABLE)
     return found
 
 
+def write_table(store: Store, name: str, table: pa.Table) -> None:
+    sink = pa.BufferOutputStream()
+    pq.write_table(table, sink)
+    store.write(name, sink.getvalue().to_pybytes())
+
+
 @pytest.fixture
-def recorder(store: Store, s3_endpoint: str) -> Iterator[Recorder]:
-    with serving(Recorder(s3_endpoint)) as server:
+def recorder(store: Store, s3_endpoint: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Recorder]:
+    with used(Recorder(s3_endpoint), monkeypatch) as server:
         yield server
 
 
 def test_every_operation_assumes_the_role_of_a_profile(
     store: Store, recorder: Recorder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "config").write_text(
-        "[profile role]\nrole_arn = arn:aws:iam::123456789012:role/x\nsource_profile = base\nregion = us-east-1\n"
-    )
-    (tmp_path / "credentials").write_text("[base]\naws_access_key_id = AKIABASE\naws_secret_access_key = secret\n")
-    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_REGION"):
-        monkeypatch.delenv(name)
-    monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "config"))
-    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "credentials"))
-    monkeypatch.setenv("AWS_PROFILE", "role")
-    monkeypatch.setenv("AWS_ENDPOINT_URL", recorder.url)
-    forget_clients()
+    (tmp_path / "config").write_text(CONFIG)
+    use_profile("role", tmp_path / "config", monkeypatch)
     open_store(store.url)
     for name, operation in OPERATIONS.items():
         recorder.requests.clear()
@@ -124,9 +115,7 @@ def test_every_operation_uses_the_proxy(store: Store, recorder: Recorder, monkey
 @pytest.fixture
 def elsewhere(store: Store, s3_endpoint: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[S3Proxy]:
     """S3 server whose buckets are all in another region than the one that is configured."""
-    with serving(S3Proxy(s3_endpoint, region="eu-west-1")) as server:
-        monkeypatch.setenv("AWS_ENDPOINT_URL", server.url)
-        forget_clients()
+    with used(S3Proxy(s3_endpoint, region="eu-west-1"), monkeypatch) as server:
         yield server
 
 
@@ -163,9 +152,7 @@ def test_data_and_runs_can_be_in_different_regions(store: Store, elsewhere: S3Pr
 def test_the_region_of_aws_region_comes_first(store: Store, s3_endpoint: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AWS_REGION", "eu-west-1")
     monkeypatch.setenv("AWS_DEFAULT_REGION", "us-west-2")
-    with serving(S3Proxy(s3_endpoint, region="eu-west-1")) as server:
-        monkeypatch.setenv("AWS_ENDPOINT_URL", server.url)
-        forget_clients()
+    with used(S3Proxy(s3_endpoint, region="eu-west-1"), monkeypatch) as server:
         store.read("a.parquet")
         assert len(server.authorizations) == 1
 
@@ -191,9 +178,7 @@ def test_keys_are_exact(s3: Any) -> None:
 def test_files_whose_keys_differ_by_a_slash_have_their_own_rows(s3: Any) -> None:
     store = open_store(s3.url("data"))
     for name, values in {"x/a.parquet": range(10), "x//a.parquet": range(100, 130)}.items():
-        sink = pa.BufferOutputStream()
-        pq.write_table(pa.table({"a": values}), sink)
-        store.write(name, sink.getvalue().to_pybytes())
+        write_table(store, name, pa.table({"a": values}))
     manifest = index(store.url)
     rows = {
         file.name: Shard(store, file.name, file.bytes, file.version).row_group(0, ("a",))["a"].to_pylist()

@@ -4,14 +4,15 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 import pytest
-from s3_server import PassOn, S3Proxy, serving
+from s3_server import PassOn, S3Proxy
+from storage_kit import CONFIG, ROLE, use_profile, used
 
 from undula.data.prepare.write import write_shards
 from undula.data.stored.manifest import load_manifest
@@ -31,10 +32,6 @@ from undula.telemetry.waits import WaitPublisher
 CREDENTIALS = (
     '{"Version": 1, "AccessKeyId": "testing", "SecretAccessKey": "testing", "SessionToken": "t", "Expiration": "%s"}'
 )
-ROLE = """<AssumeRoleResponse xmlns="https://sts.amazonaws.com/doc/2011-06-15/"><AssumeRoleResult><Credentials>
-<AccessKeyId>ASIAROLE</AccessKeyId><SecretAccessKey>secret</SecretAccessKey><SessionToken>token</SessionToken>
-<Expiration>2099-01-01T00:00:00Z</Expiration></Credentials><AssumedRoleUser><Arn>arn</Arn><AssumedRoleId>id</AssumedRoleId>
-</AssumedRoleUser></AssumeRoleResult></AssumeRoleResponse>"""
 
 
 class Failing(S3Proxy):
@@ -84,10 +81,8 @@ class _Failing(PassOn):
 
 @pytest.fixture
 def server(s3_endpoint: str, s3: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Failing]:
-    with serving(Failing(s3_endpoint)) as running:
-        monkeypatch.setenv("AWS_ENDPOINT_URL", running.url)
-        monkeypatch.setattr(retries, "FIRST_WAIT_S", 0.01)
-        forget_clients()
+    monkeypatch.setattr(retries, "FIRST_WAIT_S", 0.01)
+    with used(Failing(s3_endpoint), monkeypatch) as running:
         yield running
 
 
@@ -98,17 +93,17 @@ def store(s3: Any, server: Failing) -> Store:
 
 @pytest.mark.parametrize(("status", "code"), [(503, "SlowDown"), (520, ""), (500, "InternalError"), (429, "")])
 def test_busy_servers_are_asked_again_by_every_operation(store: Store, server: Failing, status: int, code: str) -> None:
-    server.refusals.extend([(status, code)] * 3)
-    store.write("file", b"1")
-    server.refusals.extend([(status, code)] * 3)
-    assert store.read("file") == b"1"
-    server.refusals.extend([(status, code)] * 3)
-    assert [entry.name for entry in store.list()] == ["file"]
-    server.refusals.extend([(status, code)] * 3)
-    assert store.exists("file")
-    server.refusals.extend([(status, code)] * 3)
-    assert store.create("other", b"1")
-    assert not server.refusals
+    operations: list[tuple[Callable[[], object], object]] = [
+        (lambda: store.write("file", b"1"), None),
+        (lambda: store.read("file"), b"1"),
+        (lambda: [entry.name for entry in store.list()], ["file"]),
+        (lambda: store.exists("file"), True),
+        (lambda: store.create("other", b"1"), True),
+    ]
+    for operation, expected in operations:
+        server.refusals.extend([(status, code)] * 3)
+        assert operation() == expected
+        assert not server.refusals
 
 
 @pytest.mark.parametrize(("status", "code"), [(403, "AccessDenied"), (501, "NotImplemented"), (400, "InvalidRequest")])
@@ -132,10 +127,7 @@ def test_throttled_sts_is_asked_again(
     store: Store, server: Failing, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store.write("file", b"1")
-    (tmp_path / "config").write_text(
-        "[profile role]\nrole_arn = arn:aws:iam::123456789012:role/x\nsource_profile = base\n"
-        "[profile base]\naws_access_key_id = AKIABASE\naws_secret_access_key = secret\n"
-    )
+    (tmp_path / "config").write_text(CONFIG)
     use_profile("role", tmp_path / "config", monkeypatch)
     monkeypatch.setenv("AWS_MAX_ATTEMPTS", "1")  # of botocore for STS, which would wait for seconds
     server.refusals.extend([(400, "ThrottlingException")] * 3)
@@ -184,68 +176,58 @@ def test_missing_credentials_are_refused_at_the_start_and_waited_for_later(
     assert server.metadata_failures == 0
 
 
-def use_profile(name: str | None, config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for variable in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
-        monkeypatch.delenv(variable)
-    monkeypatch.setenv("AWS_CONFIG_FILE", str(config))
-    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", "/nowhere")
-    if name:
-        monkeypatch.setenv("AWS_PROFILE", name)
-    forget_clients()
-
-
 def test_failures_belong_to_one_outage_until_there_was_none_for_a_while() -> None:
     outages = Outages()
     assert [outages.begins("s3://a", now) for now in (0, 1, 60, 119, 180)] == [True, False, False, False, True]
     assert outages.begins("s3://b", 180)
 
 
-def test_one_report_is_made_of_an_outage_that_many_requests_meet(
-    store: Store, server: Failing, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def waits(server: Failing, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Wait]]:
+    """Reports of a server that is up again as soon as its outage was reported."""
     monkeypatch.setattr(retries, "REPORT_AFTER_S", 0.05)
-    waits: list[Wait] = []
+    reports: list[Wait] = []
 
     def report(wait: Wait) -> None:
-        waits.append(wait)
+        reports.append(wait)
         server.is_off.clear()
 
+    with waits_reported_to(report):
+        yield reports
+
+
+def test_one_report_is_made_of_an_outage_that_many_requests_meet(
+    store: Store, server: Failing, waits: list[Wait]
+) -> None:
     store.write("file", b"1")
     server.is_off.set()
-    with waits_reported_to(report), ThreadPoolExecutor(8) as threads:
+    with ThreadPoolExecutor(8) as threads:
         assert list(threads.map(store.read, ["file"] * 8)) == [b"1"] * 8
     (wait,) = waits
     assert store.url.startswith(wait.place)
     assert wait.problem == "503 SlowDown (GetObject)"
 
 
-def test_a_single_refusal_is_not_reported(store: Store, server: Failing, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_single_refusal_is_not_reported(
+    store: Store, server: Failing, waits: list[Wait], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(retries, "REPORT_AFTER_S", 30.0)  # a busy machine can take long for one request
-    waits: list[Wait] = []
     server.refusals.append((503, "SlowDown"))
-    with waits_reported_to(waits.append):
-        store.write("file", b"1")
+    store.write("file", b"1")
     assert not waits
 
 
 def test_a_read_task_reports_to_the_process_that_wants_the_rows(
-    store: Store, server: Failing, monkeypatch: pytest.MonkeyPatch
+    store: Store, server: Failing, waits: list[Wait]
 ) -> None:
-    monkeypatch.setattr(retries, "REPORT_AFTER_S", 0.05)
-    waits: list[Wait] = []
-
-    def report(wait: Wait) -> None:
-        waits.append(wait)
-        server.is_off.clear()
-
     write_shards(store, [pa.table({"a": range(8)})], pa.schema([("a", pa.int64())]), 8, num_shards=1)
     manifest = load_manifest(store.url)
     order = EpochOrder(Plan(PlanSpec(global_batch=2, virtual_workers=1), 8), manifest.row_counts, 0)
     reads = [WindowReads(manifest, manifest.columns).of(window) for window in order.windows(0)]
-    with waits_reported_to(report):
-        (task,) = rows_tasks(reads, task_bytes=2**20)
-    server.is_off.set()
-    assert sum(table.num_rows for table in task()) == 8
+    (task,) = rows_tasks(reads, task_bytes=2**20)
+    with waits_reported_to(None):  # as in the process that runs the task
+        server.is_off.set()
+        assert sum(table.num_rows for table in task()) == 8
     assert len(waits) == 1
 
 

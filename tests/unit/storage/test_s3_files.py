@@ -10,11 +10,12 @@ import pyarrow as pa
 import pyarrow.dataset
 import pyarrow.parquet as pq
 import pytest
-from s3_server import S3Proxy, serving
+from s3_server import S3Proxy
+from storage_kit import used
 
 from undula.errors import StorageError
 from undula.storage import Store, open_store, retries, s3_files, s3_requests
-from undula.storage.s3 import forget_clients, s3_client
+from undula.storage.s3 import s3_client
 from undula.storage.s3_files import S3File, S3Output
 
 CONTENT = random.Random(0).randbytes(3 * 2**20 + 17)
@@ -23,9 +24,7 @@ MIB = 2**20
 
 @pytest.fixture
 def proxy(s3_endpoint: str, s3: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[S3Proxy]:
-    with serving(S3Proxy(s3_endpoint)) as server:
-        monkeypatch.setenv("AWS_ENDPOINT_URL", server.url)
-        forget_clients()
+    with used(S3Proxy(s3_endpoint), monkeypatch) as server:
         yield server
 
 
