@@ -12,13 +12,12 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+from data_sets import write_table
 from waiting import wait_until
 
 from undula.cluster.local import LocalCluster
 from undula.data import stream
-from undula.data.prepare.write import write_shards
 from undula.plan.plan import PlanSpec
-from undula.storage import Store
 
 LIMIT_S = 300.0
 """Maximum time in seconds that a test waits for ranks."""
@@ -228,7 +227,5 @@ def write_rows(folder: Path, rows: int, row_bytes: int, group_rows: int) -> str:
     """Write a data set of numbers from 1000 on with noise, in row groups of `group_rows` rows, and return its URL."""
     noise = np.random.default_rng(0).bytes(2 * row_bytes)
     payload = pa.array([noise[row % row_bytes : row % row_bytes + row_bytes] for row in range(rows)], pa.binary())
-    table = pa.table({"value": np.arange(1000, 1000 + rows), "payload": payload})
-    size = group_rows * (row_bytes + 8)
-    write_shards(Store(str(folder)), [table], table.schema, rows, num_shards=2, row_group_bytes=size)
-    return str(folder)
+    columns = {"value": np.arange(1000, 1000 + rows), "payload": payload}
+    return write_table(folder, columns, num_shards=2, row_group_bytes=group_rows * (row_bytes + 8)).url

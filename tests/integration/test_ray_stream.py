@@ -8,20 +8,19 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
 import pytest
-from forking.drivers import with_forked_drivers
+from data_sets import write_table
 from s3_server import Fault, S3Proxy, serving
 
-from undula.cluster.local import LocalCluster, local_cluster
+from undula.cluster.local import LocalCluster
 from undula.data import stream
-from undula.data.prepare.write import write_shards
+from undula.data.stored.manifest import load_manifest
 from undula.plan.order import EpochOrder
 from undula.plan.plan import Plan, PlanSpec
-from undula.storage import Store, open_store
 
 NUM_ROWS = 3000
-PLAN = PlanSpec(global_batch=96, virtual_workers=6, window=3, epochs=2)
+PLAN_FIELDS = {"global_batch": 96, "virtual_workers": 6, "window": 3, "epochs": 2}
+PLAN = PlanSpec(**PLAN_FIELDS)
 RANKS = """
 import json, logging, os, sys, time
 import ray
@@ -75,10 +74,9 @@ class Reader:
         **reading: object,
     ) -> list[list[int]]:
         """Return the sample ids of each step."""
-        plan = {"global_batch": 96, "virtual_workers": 6, "window": 3, "epochs": 2}
         assert self._process.stdin is not None
         assert self._process.stdout is not None
-        self._process.stdin.write(json.dumps((url, plan, world_size, start, reading, slow_s)) + "\n")
+        self._process.stdin.write(json.dumps((url, PLAN_FIELDS, world_size, start, reading, slow_s)) + "\n")
         self._process.stdin.flush()
         for line in self._process.stdout:
             if line.startswith("STEPS"):
@@ -96,16 +94,15 @@ def reader(cluster: LocalCluster, tmp_path: Path) -> Iterator[Reader]:
 @pytest.fixture(scope="module")
 def url(tmp_path_factory: pytest.TempPathFactory) -> str:
     """URL of a data set with row groups of 50 rows, each with a number and a kilobyte."""
-    payload = pa.array([bytes([row % 251]) * 1000 for row in range(NUM_ROWS)])
-    table = pa.table({"value": np.arange(1000, 1000 + NUM_ROWS), "payload": payload})
-    folder = str(tmp_path_factory.mktemp("stream"))
-    write_shards(Store(folder), [table], table.schema, NUM_ROWS, num_shards=3, row_group_bytes=50_000)
-    return folder
+    return write_rows(tmp_path_factory.mktemp("stream"), 1000, NUM_ROWS)
+
+
+def write_rows(where: Path | str, first: int, rows: int) -> str:
+    columns = {"value": np.arange(first, first + rows), "payload": [bytes([row % 251]) * 1000 for row in range(rows)]}
+    return write_table(where, columns, num_shards=3, row_group_bytes=50_000).url
 
 
 def planned(url: str, start: int = 0) -> list[list[int]]:
-    from undula.data.stored.manifest import load_manifest
-
     manifest = load_manifest(url)
     plan = Plan(PLAN, manifest.num_rows)
     shapes = [plan.step(step) for step in range(start, plan.total_steps)]
@@ -119,11 +116,8 @@ def test_every_world_size_streams_the_samples_of_the_plan(reader: Reader, url: s
 
 
 def test_ray_data_reads_the_same_mix_as_this_process(reader: Reader, url: str, tmp_path: Path) -> None:
-    rows = 700
-    values = np.arange(1000, 1000 + rows) + NUM_ROWS  # ids of a mix continue from one data set to the next
-    table = pa.table({"value": values, "payload": pa.array([bytes(1000)] * rows)})
-    write_shards(Store(str(tmp_path)), [table], table.schema, rows, num_shards=2, row_group_bytes=50_000)
-    mix = {url: 3.0, str(tmp_path): 1.0}
+    other = write_rows(tmp_path, 1000 + NUM_ROWS, 700)  # ids of a mix continue from one data set to the next
+    mix = {url: 3.0, other: 1.0}
     here = stream(mix, PLAN)
     expected = [here.ids.tolist() for _ in here]
     assert reader.steps(mix, 1) == expected
@@ -148,34 +142,24 @@ def test_neither_prefetch_nor_data_cpus_change_the_order(reader: Reader, url: st
 def test_temporary_faults_of_s3_lose_no_sample(
     cluster: LocalCluster, s3: Any, s3_endpoint: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    store = open_store(s3.url("stream"))
-    table = pa.table({"value": np.arange(1000, 1000 + NUM_ROWS), "payload": pa.array([bytes(1000)] * NUM_ROWS)})
-    write_shards(store, [table], table.schema, NUM_ROWS, num_shards=3, row_group_bytes=50_000)
-    expected = planned(store.url, 21)
+    url = write_rows(s3.url("stream"), 1000, NUM_ROWS)
+    expected = planned(url, 21)
     faults: list[Fault] = ["503", "reset", "truncated", "slow", "slow down", "short"]
     with serving(S3Proxy(s3_endpoint)) as proxy:
         monkeypatch.setenv("AWS_ENDPOINT_URL", proxy.url)
         proxy.slow_s = 0.5
         proxy.faults.extend(faults * 5)
         with Reader(cluster, tmp_path) as own:
-            assert own.steps(store.url, 2, start=21) == expected
+            assert own.steps(url, 2, start=21) == expected
         assert not proxy.faults
 
 
-def test_a_slow_rank_loses_no_sample(reader: Reader, url: str) -> None:
-    assert reader.steps(url, 2, start=40, slow_s=0.2) == planned(url, 40)
-
-
-@pytest.mark.soak
-def test_an_object_store_that_spills_loses_no_sample(forking_python: str, tmp_path: Path) -> None:
-    with local_cluster(num_cpus=1, object_store_bytes=80 * 2**20, python=forking_python) as small:
-        large = tmp_path / "large"
-        rows = 150
-        table = pa.table({"value": np.arange(1000, 1000 + rows), "payload": pa.array([bytes(10**6)] * rows)})
-        write_shards(Store(str(large)), [table], table.schema, rows, num_shards=3, row_group_bytes=10**7)
-        with Reader(with_forked_drivers(small), tmp_path) as own:
-            found = own.steps(str(large), 2, prefetch_mib=1000, read_tasks=4, slow_s=0.5)
-    assert found == planned(str(large))
+def printed(cluster: LocalCluster, script: str, url: str) -> list[Any]:
+    """Run a script on the data set as a driver, and return the values that it prints after FOUND."""
+    env = {**os.environ, **cluster.env, "RAY_ADDRESS": cluster.address}
+    done = subprocess.run([cluster.python, "-c", script, url], env=env, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-2000:]
+    return [json.loads(line.removeprefix("FOUND")) for line in done.stdout.splitlines() if line.startswith("FOUND")]
 
 
 MAPS = """
@@ -212,73 +196,18 @@ for head_mib in (0, 1000):  # read by Ray Data's tasks, and by the rank itself
         except Exception as error:
             text = "".join(traceback.format_exception(error))
             read = [type(error).__name__, str(error), "in fails_later" in text, "raised by the map for sample 1500 of" in text]
-        print("READ", json.dumps(read))
+        print("FOUND", json.dumps(read))
 """
 
 
 def test_read_tasks_hold_maps_to_the_same_columns_as_ranks_do(cluster: LocalCluster, url: str) -> None:
-    env = {**os.environ, **cluster.env, "RAY_ADDRESS": cluster.address}
-    done = subprocess.run([cluster.python, "-c", MAPS, url], env=env, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr[-2000:]
-    images, changes, fails, *own = (
-        json.loads(line.removeprefix("READ")) for line in done.stdout.splitlines() if line.startswith("READ")
-    )
+    images, changes, fails, *own = printed(cluster, MAPS, url)
     assert own == [images, changes, fails]
     assert len(images) == -(-NUM_ROWS // 96)
     assert np.asarray(images[0]["image"][1]).shape == (96, 2, 3)
     assert changes[0] == "UsageError"
     assert f"'x' as float64[] for sample 1500 of {url}, but as float32[] for the first sample" in changes[1]
     assert fails == ["ImageError", "7", True, True]
-
-
-MEMORY = """
-import json, logging, sys
-import psutil, ray
-from undula.data import stream
-from undula.plan.plan import PlanSpec
-ray.init(log_to_driver=False, logging_level=logging.ERROR)
-
-def resident_mib():
-    # Without shared pages, as those of the object store belong to the store.
-    memory = psutil.Process().memory_info()
-    return (memory.rss - memory.shared) / 2**20
-
-def stored_mib():
-    size, free = (found().get("object_store_memory", 0) for found in (ray.cluster_resources, ray.available_resources))
-    return (size - free) / 2**20
-
-found = []
-plan = PlanSpec(global_batch=10, virtual_workers=1, window=2)
-before = stored_mib()
-for place, batch in enumerate(stream(sys.argv[1], plan, head_mib=0, prefetch_mib=32)):
-    if place % 10 == 0:
-        found.append((resident_mib(), stored_mib() - before))
-print("MIB", json.dumps(found))
-"""
-
-
-def test_memory_of_a_rank_stays_flat_on_data_far_larger_than_its_prefetch(
-    cluster: LocalCluster, tmp_path: Path
-) -> None:
-    rows = 6400
-    noise = np.random.default_rng(0).bytes(65536)
-    payload = pa.array([noise[row % 997 :] + noise[: row % 997] for row in range(rows)], pa.binary())
-    table = pa.table({"value": np.arange(rows), "payload": payload})  # 400 MiB, twelve times the prefetch
-    write_shards(Store(str(tmp_path)), [table], table.schema, rows, num_shards=2, row_group_bytes=2**21)
-    done = subprocess.run(
-        [cluster.python, "-c", MEMORY, str(tmp_path)],
-        env={**os.environ, **cluster.env, "RAY_ADDRESS": cluster.address},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert not done.returncode, done.stderr[-3000:]
-    (line,) = (line for line in done.stdout.splitlines() if line.startswith("MIB"))
-    resident, stored = np.array(json.loads(line.removeprefix("MIB"))).T
-    quarter = len(resident) // 4
-    # The process was seen to grow by 19 MiB in steps. If it kept what it reads, it would grow by 300 MiB.
-    assert resident[quarter:].max() < resident[:quarter].max() + 48
-    assert stored.max() < 32 + 2 * 32 + 32  # the prefetch, the data of two tasks, and the rows in use
 
 
 WAITING = """
@@ -296,17 +225,14 @@ while len(shares) < 20 and min(shares, default=1) >= 0.3:  # until what may be r
     began = time.process_time()
     time.sleep(1)
     shares.append(time.process_time() - began)
-print("CPU", min(shares))
+print("FOUND", min(shares))
 """
 
 
 def test_reading_ahead_takes_no_core_from_slow_training(cluster: LocalCluster, url: str) -> None:
     """The execution has not ended but has nothing to do. Without a limit, it would use a core. It still runs when the script ends."""
-    env = {**os.environ, **cluster.env, "RAY_ADDRESS": cluster.address}
-    done = subprocess.run([cluster.python, "-c", WAITING, url], env=env, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr[-2000:]
-    (line,) = (line for line in done.stdout.splitlines() if line.startswith("CPU"))
-    assert float(line.split()[1]) < 0.3
+    (cpu_share,) = printed(cluster, WAITING, url)
+    assert cpu_share < 0.3
 
 
 CLOSED = """
@@ -337,15 +263,11 @@ deadline = time.monotonic() + 60
 while (stored_mib() > before + 0.1 or reading()) and time.monotonic() < deadline:
     gc.collect()  # Ray Data's executors are in reference cycles
     time.sleep(0.1)  # limits the polling rate
-print("LEFT", json.dumps([stored_mib() - before, reading()]))
+print("FOUND", json.dumps([stored_mib() - before, reading()]))
 """
 
 
 def test_closed_streams_leave_nothing_in_the_object_store(cluster: LocalCluster, url: str) -> None:
-    env = {**os.environ, **cluster.env, "RAY_ADDRESS": cluster.address}
-    done = subprocess.run([cluster.python, "-c", CLOSED, url], env=env, capture_output=True, text=True, timeout=180)
-    assert done.returncode == 0, done.stderr[-2000:]
-    (line,) = (line for line in done.stdout.splitlines() if line.startswith("LEFT"))
-    left_mib, threads = json.loads(line.removeprefix("LEFT"))
+    ((left_mib, threads),) = printed(cluster, CLOSED, url)
     assert left_mib < 0.1
     assert threads == []
