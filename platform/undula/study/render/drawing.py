@@ -20,43 +20,23 @@ from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedFormatter, FixedLocator, NullLocator
 
-from undula.plan.rules import RuleName
+from undula.plan.rules import RULES, RuleName
 from undula.report.render.ticks import nice_step, ticks
 
 WIDTH_IN, HEIGHT_IN, DPI = 4.6, 3.45, 220
 INK, SOFT, GRID, AXIS, PAPER, BAND = "#1a2029", "#566170", "#e3e7ec", "#b6bec8", "#ffffff", "#eceff3"
 DIVERGED = "#c22a2a"
-RULE_COLORS: Mapping[RuleName, str] = {
-    "none": "#7c8795",
-    "linear": "#d55e00",
-    "sqrt": "#0072b2",
-    "legw": "#009e73",
-    "adam_sde": "#b3579b",
-    "adascale": "#c58a00",
-    "noise_scale": "#3d9bd4",
-    "surge": "#6a45a8",
+MARKERS = {
+    "circle": "o",
+    "square": "s",
+    "up": "^",
+    "down": "v",
+    "diamond": "D",
+    "plus": "P",
+    "cross": "X",
+    "pentagon": "p",
 }
-"""Colours of the rules, from the palette of Okabe and Ito for colour-blind readers. Some are slightly darker for lines on white."""
-RULE_DASHES: Mapping[RuleName, Any] = {
-    "none": (0, (1.2, 1.6)),
-    "linear": (0, (6, 2)),
-    "sqrt": (0, (4, 1.5, 1, 1.5)),
-    "legw": (0, (7, 1.5, 1, 1.5, 1, 1.5)),
-    "adam_sde": (0, (3, 1.5)),
-    "adascale": (0, (2, 1)),
-    "noise_scale": (0, (5, 1, 2, 1)),
-    "surge": (0, (1, 1)),
-}
-RULE_MARKERS: Mapping[RuleName, str] = {
-    "none": "o",
-    "linear": "s",
-    "sqrt": "^",
-    "legw": "D",
-    "adam_sde": "v",
-    "adascale": "P",
-    "noise_scale": "X",
-    "surge": "p",
-}
+"""Markers of matplotlib by the shapes of the rules' points."""
 _DARK: Mapping[str, str] = {
     INK: "#e4e8ed",
     SOFT: "#98a4b2",
@@ -65,14 +45,7 @@ _DARK: Mapping[str, str] = {
     PAPER: "#171c23",
     BAND: "#212832",
     DIVERGED: "#ff7b72",
-    "#7c8795": "#a3aebb",
-    "#d55e00": "#f58a3c",
-    "#0072b2": "#56aee8",
-    "#009e73": "#35c79b",
-    "#b3579b": "#de8cc6",
-    "#c58a00": "#e8b13c",
-    "#3d9bd4": "#7cc4f0",
-    "#6a45a8": "#b797ec",
+    **{rule.mark.color: rule.mark.dark for rule in RULES.values()},
 }
 STYLE: Any = {
     "font.family": "sans-serif",
@@ -166,6 +139,16 @@ def dark_counterparts(batches: Sequence[int]) -> dict[str, str]:
         colors[batch]: to_hex(matplotlib.colormaps["viridis"](0.3 + 0.7 * share)) for batch, share in _shares(batches)
     }
     return {**_DARK, **there}
+
+
+def rule_marker(rule: RuleName) -> str:
+    """Return matplotlib's marker of a rule."""
+    return MARKERS[RULES[rule].mark.shape]
+
+
+def rule_dashes(rule: RuleName) -> tuple[float, tuple[float, ...]]:
+    """Return the dashes of the line of a rule, as matplotlib's `linestyle`."""
+    return 0, tuple(map(float, RULES[rule].mark.dash.split()))
 
 
 def batch_axis(axes: Axes, batches: Sequence[int]) -> None:

@@ -14,7 +14,7 @@ import pyarrow.parquet as parquet
 import yaml
 
 from undula.config.secrets import hide_secrets
-from undula.plan.rules import changes_rate_alone
+from undula.plan.rules import RULES
 from undula.report.data.cost import HOUR_S
 from undula.report.render.html import Tile, render_page
 from undula.report.text import DASH, counted, dollars, duration, number, printable
@@ -208,7 +208,7 @@ def _lowest(findings: Findings) -> tuple[float, str]:
     group, rules, batch, point = min(points, key=lambda each: each[3].loss)
     parts = [f"batch {batch:,}", f"rate {number(point.rate, 3)}"]
     parts += [optimizer_words(group.optimizer)] if len(spec.optimizers) > 1 else []
-    parts += [rules[0]] if batch != spec.batches[0] and not changes_rate_alone(rules[0], group.warmup) else []
+    parts += [rules[0]] if batch != spec.batches[0] and not RULES[rules[0]].changes_rate_alone(group.warmup) else []
     parts += [f"warmup {group.warmup:,}"] if len(spec.warmup_axis) > 1 else []
     parts += [f"mean of {counted(len(point.losses), 'seed')}"] if len(spec.seeds) > 1 else []
     return point.loss, ", ".join(parts)

@@ -11,20 +11,17 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
-from undula.plan.rules import RuleName
+from undula.plan.rules import RULES, RuleName, powers
 from undula.report.text import number
 from undula.study.findings import GroupFindings, Tuning
 from undula.study.fits import Floats, Optimum, PowerLaw
-from undula.study.rates import AtBatch, RatePoint, factor_of
+from undula.study.rates import AtBatch, RatePoint
 from undula.study.render.drawing import (
     AXIS,
     BAND,
     DIVERGED,
     INK,
     PAPER,
-    RULE_COLORS,
-    RULE_DASHES,
-    RULE_MARKERS,
     SOFT,
     NoFigure,
     batch_axis,
@@ -32,6 +29,8 @@ from undula.study.render.drawing import (
     legend_above,
     log_axis,
     new_axes,
+    rule_dashes,
+    rule_marker,
     spread,
 )
 from undula.study.spec import StudySpec
@@ -170,7 +169,7 @@ def draw_best_rate(found: GroupFindings, base: int) -> Figure:
     low, high = min([*rates, *fitted]), max([*rates, *fitted])
     if at_base and at_base.interior:  # makes room for the lines of the rules, up to REACH
         kappas = [min(batches) / base, max(batches) / base]
-        ends = [at_base.rate * factor_of(rule, kappa) for rule in _rules_with_lines(found) for kappa in kappas]
+        ends = [at_base.rate * RULES[rule].factor(kappa) for rule in _rules_with_lines(found) for kappa in kappas]
         low, high = (
             min([low, *(max(end, low / REACH) for end in ends)]),
             max([high, *(min(end, high * REACH) for end in ends)]),
@@ -201,13 +200,13 @@ def draw_best_rate(found: GroupFindings, base: int) -> Figure:
         axes.plot(
             [o.batch for o in shown],
             [o.rate for o in shown],
-            RULE_MARKERS[rule],
-            color=RULE_COLORS[rule],
+            rule_marker(rule),
+            color=RULES[rule].mark.color,
             mfc=PAPER,
             ms=5,
             mew=1.2,
         )
-        keys += [_key(f"best under {rule}", RULE_MARKERS[rule], RULE_COLORS[rule], 5, hollow=True)] if shown else []
+        keys += [_key(f"best under {rule}", rule_marker(rule), RULES[rule].mark.color, 5, hollow=True)] if shown else []
     if any(not optimum.interior for _, optimum in optima):
         keys.append(_key("a bound", "D", INK, 5, hollow=True))
     if at_base and at_base.interior:
@@ -219,7 +218,7 @@ def draw_best_rate(found: GroupFindings, base: int) -> Figure:
 def _rules_with_lines(found: GroupFindings) -> list[RuleName]:
     """Return the rules that scale with a power of the batch. Rules with the same power share a line."""
     verdicts = [each for law in found.main.laws[:1] for each in law.verdicts]
-    return list(dict.fromkeys(each.rule for each in verdicts)) or ["linear", "sqrt", "none"]
+    return list(dict.fromkeys(each.rule for each in verdicts)) or list(powers())
 
 
 def _fit_line(axes: Axes, fit: PowerLaw, batches: Sequence[int]) -> Line2D:
@@ -250,7 +249,7 @@ def _rule_lines(axes: Axes, base: Optimum, batches: Sequence[int], rules: Sequen
     bottom, top = axes.get_ylim()
     ends: dict[float, tuple[float, float, list[RuleName]]] = {}
     for rule in rules:
-        y = base.rate * np.array([factor_of(rule, batch / base.batch) for batch in x])
+        y = base.rate * np.array([RULES[rule].factor(batch / base.batch) for batch in x])
         inside = (y >= bottom) & (y <= top)
         if not inside.any():
             continue
@@ -258,7 +257,7 @@ def _rule_lines(axes: Axes, base: Optimum, batches: Sequence[int], rules: Sequen
         if power in ends:
             ends[power][2].append(rule)
             continue
-        axes.plot(x, y, color=RULE_COLORS[rule], ls=RULE_DASHES[rule], lw=1.3, zorder=2)
+        axes.plot(x, y, color=RULES[rule].mark.color, ls=rule_dashes(rule), lw=1.3, zorder=2)
         last = int(np.flatnonzero(inside)[-1])
         ends[power] = (float(x[last]), float(y[last]), [rule])
     at_side = [each for each in ends.values() if each[0] >= x[-1] * 0.999]
@@ -271,7 +270,7 @@ def _rule_lines(axes: Axes, base: Optimum, batches: Sequence[int], rules: Sequen
 
 
 def _name(axes: Axes, names: Sequence[RuleName], at: tuple[float, float], transform: object, ha: str, va: str) -> None:
-    axes.text(*at, ", ".join(names), color=RULE_COLORS[names[0]], transform=transform, ha=ha, va=va, fontsize=7.5)
+    axes.text(*at, ", ".join(names), color=RULES[names[0]].mark.color, transform=transform, ha=ha, va=va, fontsize=7.5)
 
 
 def draw_predicted(found: GroupFindings, base: int) -> Figure:
@@ -292,12 +291,12 @@ def draw_predicted(found: GroupFindings, base: int) -> Figure:
     keys = []
     for rule in dict.fromkeys(rule for rule, *_ in rows):
         mine = [(batch, bound, ratio) for of, batch, bound, ratio in rows if of == rule]
-        color, marker = RULE_COLORS[rule], RULE_MARKERS[rule]
+        color, marker = RULES[rule].mark.color, rule_marker(rule)
         x, y = [base, *(batch for batch, _, _ in mine)], [1, *(ratio for *_, ratio in mine)]
-        axes.plot(x, y, color=color, ls=RULE_DASHES[rule], lw=1.2)
+        axes.plot(x, y, color=color, ls=rule_dashes(rule), lw=1.2)
         for batch, bound, ratio in mine:
             axes.plot([batch], [ratio], marker, color=color, mfc=PAPER if bound else color, mew=1.1, ms=5)
-        keys.append(Line2D([], [], color=color, ls=RULE_DASHES[rule], marker=marker, ms=5, label=rule))
+        keys.append(Line2D([], [], color=color, ls=rule_dashes(rule), marker=marker, ms=5, label=rule))
     if any(bound for _, _, bound, _ in rows):
         keys.append(_key("a bound", "o", SOFT, 5, hollow=True))
     axes.set_ylabel("predicted over tuned learning rate")
