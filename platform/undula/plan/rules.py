@@ -115,7 +115,7 @@ class Mark:
     dark: str
     """Colour on a dark page."""
     dash: str
-    """Lengths of the dashes and gaps of its line, as in SVG."""
+    """Lengths of the dashes and gaps of its line in pixels, as in SVG."""
     shape: Literal["circle", "square", "up", "down", "diamond", "plus", "cross", "pentagon"]
     """Shape of its points; `up` and `down` are triangles."""
 
@@ -158,33 +158,33 @@ class Rule:
 _SGD = frozenset({"SGD"})
 _ADAPTIVE = frozenset({"Adam", "AdamW", "RMSprop", "Adagrad", "Adafactor"})
 RULES: Mapping[str, Rule] = {
-    "none": Rule(none, Scaled(), Mark("#7c8795", "#a3aebb", "1.2 1.6", "circle")),
-    "linear": Rule(linear, Scaled(4.0), Mark("#d55e00", "#f58a3c", "6 2", "square"), _SGD | {"LARS"}),
+    "none": Rule(none, Scaled(), Mark("#7c8795", "#a3aebb", "2 3", "circle")),
+    "linear": Rule(linear, Scaled(4.0), Mark("#d55e00", "#f58a3c", "9 3", "square"), _SGD | {"LARS"}),
     "sqrt": Rule(
         square_root,
         Scaled(2.0),
-        Mark("#0072b2", "#56aee8", "4 1.5 1 1.5", "up"),
+        Mark("#0072b2", "#56aee8", "6 3 2 3", "up"),
         _SGD | _ADAPTIVE | {"LARS", "Lamb"},
     ),
     "legw": Rule(
         legw,
         Scaled(2.0, warmup=4.0),
-        Mark("#009e73", "#35c79b", "7 1.5 1 1.5 1 1.5", "diamond"),
+        Mark("#009e73", "#35c79b", "10 3 2 3 2 3", "diamond"),
         _SGD | {"LARS", "Lamb"},
     ),
     "adam_sde": Rule(
         adam_sde,
         Scaled(2.0, one_minus_beta=4.0, eps=1 / 2),
-        Mark("#b3579b", "#de8cc6", "3 1.5", "down"),
+        Mark("#b3579b", "#de8cc6", "5 3", "down"),
         frozenset({"Adam", "AdamW", "RMSprop"}),
     ),
     "adascale": Rule(
-        adascale, Scaled(2.0, gain=2.0), Mark("#c58a00", "#e8b13c", "2 1", "plus"), _SGD, is_measured=True
+        adascale, Scaled(2.0, gain=2.0), Mark("#c58a00", "#e8b13c", "3 2", "plus"), _SGD, is_measured=True
     ),
     "noise_scale": Rule(
-        noise_scale, Scaled(2.0), Mark("#3d9bd4", "#7cc4f0", "5 1 2 1", "cross"), _SGD, is_measured=True
+        noise_scale, Scaled(2.0), Mark("#3d9bd4", "#7cc4f0", "8 2 4 2", "cross"), _SGD, is_measured=True
     ),
-    "surge": Rule(surge, Scaled(1.0), Mark("#6a45a8", "#b797ec", "1 1", "pentagon"), _ADAPTIVE, is_measured=True),
+    "surge": Rule(surge, Scaled(1.0), Mark("#6a45a8", "#b797ec", "2 2", "pentagon"), _ADAPTIVE, is_measured=True),
 }
 """Rules by name. Their colours are from the palette of Okabe and Ito for colour-blind readers, some slightly darker for lines on white."""
 if TYPE_CHECKING:

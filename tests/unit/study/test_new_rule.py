@@ -43,7 +43,7 @@ def test_one_entry_makes_a_rule_known_to_settings_studies_figures_and_the_self_t
     tests = str(Path(__file__).parents[2])
     done = subprocess.run(
         [sys.executable, "-c", SCRIPT, str(tmp_path / "study")],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join((str(tmp_path), tests))},
+        env={**os.environ, "PYTHONPATH": os.pathsep.join((str(tmp_path), tests, os.environ.get("PYTHONPATH", "")))},
         capture_output=True, text=True, check=True,
     )  # fmt: skip
     found = json.loads(done.stdout)

@@ -11,10 +11,9 @@ from undula.report.data.cost import Cost, PriceFinder, cost_of
 from undula.report.data.curves import MARKED_KINDS, markers_of
 from undula.report.data.run_record import RecordedRun, read_run
 from undula.report.data.summary import RunSummary, summarize
-from undula.report.render.chart_view import PLOT_HEIGHT, PLOT_WIDTH, chart_view, tooltip_data
-from undula.report.render.charts import charts_of, x_axes
 from undula.report.render.cost_section import cost_section
 from undula.report.render.html import SHARED_PACKAGE, Tile, render_page, shares_of
+from undula.report.render.run_charts import Axes, charts_of, tooltip_data, x_axis
 from undula.report.text import DASH, counted, duration, goodput_text, number, printable
 from undula.state.directory import REPORT
 from undula.state.events import Event
@@ -59,19 +58,22 @@ def render(run: RecordedRun, summary: RunSummary, cost: Cost | None = None) -> s
     markers = markers_of(run.events, run.ledger.steps, began)
     kinds = {marker.event.kind for marker in markers}
     charts, left_out = charts_of(run, began)
-    axes = x_axes(summary.wall_s, summary.samples)
+    axes: Axes = {
+        "time": x_axis("time", max(summary.wall_s, 1e-3)),
+        "samples": x_axis("samples", float(max(summary.samples, 1))),
+    }
     context = {
         "name": printable(run.job.name),
         "state": summary.state,
         "facts": _facts(run, summary),
         "tiles": _tiles(summary),
-        "views": [(axis.name, [chart_view(chart, axis, markers) for chart in charts]) for axis in axes],
+        "views_of_charts": [
+            (name, [chart.over(name, axis, markers) for chart in charts]) for name, axis in axes.items()
+        ],
         "event_kinds": [kind for kind in MARKED_KINDS if kind in kinds],
         "marked_kinds": MARKED_KINDS,
         "left_out": left_out,
         "has_curves": bool(charts),
-        "plot_width": PLOT_WIDTH,
-        "plot_height": PLOT_HEIGHT,
         "seconds": shares_of(summary.seconds, "c-", {}, duration),
         "goodput": goodput_text(summary.rank_seconds),
         "cost": cost_section(cost) if cost else None,
