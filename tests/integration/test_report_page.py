@@ -132,15 +132,15 @@ def test_page_logs_nothing_runs_only_its_script_and_requests_nothing(opened: Ope
 def test_every_curve_has_every_committed_step(opened: Opened, axis: str) -> None:
     for key in ("loss", "lr", "throughput", "world_size", "logged-0"):
         chart = opened.chart(key, axis)
-        curve = chart.locator(".curve[data-points]").first
+        curve = chart.locator(".curve:not(.mark)[data-points]").first
         assert curve.get_attribute("data-points") == "100", key
         assert len(curve.get_attribute("d") or "") > 300, key
         for kind, count in (("start", 2), ("crash", 1), ("end", 1), ("checkpoint", 4)):
-            assert chart.locator(f".e-{kind}").get_attribute("data-count") == str(count), key
+            assert chart.locator(f".e-{kind}").get_attribute("data-points") == str(2 * count), key
 
 
 def test_loss_shows_validations_and_replayed_steps(opened: Opened) -> None:
-    assert opened.chart("loss").locator(".plot circle.point").count() == 4
+    assert opened.chart("loss").locator(".plot use.point").count() == 4
     assert opened.chart("loss").locator(".lost[data-points]").get_attribute("data-points") == "10"
     assert opened.chart("loss", "samples").locator(".lost").count() == 0
 

@@ -1,17 +1,16 @@
 """Rules by which the learning rate follows the batch size, the optimizers that each rule is known for, and the re-warmup. Pure.
 
 A rule is a function of `kappa`, the batch size as a multiple of the base batch that base_lr was tuned for, and, if the rule uses it, the
-gradient noise scale in base batches. It returns the changes to a step as `Scaled`.
+gradient noise scale in base batches. It returns the changes to a step as `Scaled`. A new rule is one entry of `RULES`, from which
+settings, studies, figures and the self-test take all that they know about it.
 """
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from math import inf, sqrt
-from typing import Any, Literal
+from math import inf, log, sqrt
+from typing import TYPE_CHECKING, Any, Literal
 
 from undula.errors import SpecError
-
-RuleName = Literal["none", "linear", "sqrt", "legw", "adam_sde", "adascale", "noise_scale", "surge"]
 
 
 @dataclass(frozen=True)
@@ -109,29 +108,96 @@ def _saturating(kappa: float, noise: float | None) -> float:
 
 
 @dataclass(frozen=True)
+class Mark:
+    """Look of a rule in figures."""
+
+    color: str
+    dark: str
+    """Colour on a dark page."""
+    dash: str
+    """Lengths of the dashes and gaps of its line in pixels, as in SVG."""
+    shape: Literal["circle", "square", "up", "down", "diamond", "plus", "cross", "pentagon"]
+    """Shape of its points; `up` and `down` are triangles."""
+
+
+@dataclass(frozen=True)
 class Rule:
     """A rule and its properties."""
 
     scaled: Callable[[float, float | None], Scaled]
     """Function that returns the changes to a step, given kappa and the noise scale in base batches (None before it is measured)."""
-    holds_for: frozenset[str] | None
+    known: Scaled
+    """Changes to a step of 4 base batches with a noise scale of 2 base batches, worked out by hand from the source of the rule. The
+    self-test compares `scaled` with them."""
+    mark: Mark
+    holds_for: frozenset[str] | None = None
     """Class names of the optimizers in torch.optim and undula.optim that the rule's derivation or experiments cover; None for all."""
     is_measured: bool = False
     """Whether the rule needs the gradient noise scale."""
 
+    @property
+    def exponent(self) -> float | None:
+        """Power of the batch by which the rule scales the learning rate; None for a measured rule."""
+        # 4 has an exact square root, and rounding hides the error of the logarithm of other powers.
+        return None if self.is_measured else round(log(self.factor(4.0), 4.0), 12)
+
+    def factor(self, kappa: float) -> float:
+        """Return the factor on the learning rate at `kappa` base batches. The rule must not be measured."""
+        return self.scaled(kappa, None).lr
+
+    def changes_rate_alone(self, warmup: int) -> bool:
+        """Return whether the rule only changes the learning rate, so that results with and without it lie on one curve over the rate.
+
+        Args:
+            warmup: Length of the warmup before scaling, in samples. A rule that only scales the warmup changes nothing without one.
+        """
+        scaled = self.scaled(2.0, None)
+        return not self.is_measured and replace(scaled, lr=1.0, warmup=scaled.warmup if warmup else 1.0) == Scaled()
+
 
 _SGD = frozenset({"SGD"})
 _ADAPTIVE = frozenset({"Adam", "AdamW", "RMSprop", "Adagrad", "Adafactor"})
-RULES: Mapping[RuleName, Rule] = {
-    "none": Rule(none, None),
-    "linear": Rule(linear, _SGD | {"LARS"}),
-    "sqrt": Rule(square_root, _SGD | _ADAPTIVE | {"LARS", "Lamb"}),
-    "legw": Rule(legw, _SGD | {"LARS", "Lamb"}),
-    "adam_sde": Rule(adam_sde, frozenset({"Adam", "AdamW", "RMSprop"})),
-    "adascale": Rule(adascale, _SGD, is_measured=True),
-    "noise_scale": Rule(noise_scale, _SGD, is_measured=True),
-    "surge": Rule(surge, _ADAPTIVE, is_measured=True),
+RULES: Mapping[str, Rule] = {
+    "none": Rule(none, Scaled(), Mark("#7c8795", "#a3aebb", "2 3", "circle")),
+    "linear": Rule(linear, Scaled(4.0), Mark("#d55e00", "#f58a3c", "9 3", "square"), _SGD | {"LARS"}),
+    "sqrt": Rule(
+        square_root,
+        Scaled(2.0),
+        Mark("#0072b2", "#56aee8", "6 3 2 3", "up"),
+        _SGD | _ADAPTIVE | {"LARS", "Lamb"},
+    ),
+    "legw": Rule(
+        legw,
+        Scaled(2.0, warmup=4.0),
+        Mark("#009e73", "#35c79b", "10 3 2 3 2 3", "diamond"),
+        _SGD | {"LARS", "Lamb"},
+    ),
+    "adam_sde": Rule(
+        adam_sde,
+        Scaled(2.0, one_minus_beta=4.0, eps=1 / 2),
+        Mark("#b3579b", "#de8cc6", "5 3", "down"),
+        frozenset({"Adam", "AdamW", "RMSprop"}),
+    ),
+    "adascale": Rule(
+        adascale, Scaled(2.0, gain=2.0), Mark("#c58a00", "#e8b13c", "3 2", "plus"), _SGD, is_measured=True
+    ),
+    "noise_scale": Rule(
+        noise_scale, Scaled(2.0), Mark("#3d9bd4", "#7cc4f0", "8 2 4 2", "cross"), _SGD, is_measured=True
+    ),
+    "surge": Rule(surge, Scaled(1.0), Mark("#6a45a8", "#b797ec", "2 2", "pentagon"), _ADAPTIVE, is_measured=True),
 }
+"""Rules by name. Their colours are from the palette of Okabe and Ito for colour-blind readers, some slightly darker for lines on white."""
+if TYPE_CHECKING:
+    RuleName = str
+else:
+    RuleName = Literal[tuple(RULES)]
+
+
+def powers() -> dict[RuleName, float]:
+    """Return the exponents of the rules that only change the learning rate, the largest first. A study tests them without own trials."""
+    plain = [name for name, rule in RULES.items() if rule.changes_rate_alone(warmup=1)]
+    exponents = {name: exponent for name in plain if (exponent := RULES[name].exponent) is not None}
+    return dict(sorted(exponents.items(), key=lambda item: -item[1]))
 
 
 def warning(name: RuleName, optimizer: Sequence[str]) -> str | None:
@@ -164,12 +230,6 @@ def scaled_beta(beta: float, factor: float) -> float:
             f"but this run can reach {factor:g} times; raise schedule.base_batch, plan.batch_workers or the beta"
         )
     return 1 - factor * (1 - beta)
-
-
-def changes_rate_alone(rule: RuleName, warmup: int) -> bool:
-    """Return whether a rule only changes the learning rate, so that results with and without it lie on one curve over the rate."""
-    scaled = RULES[rule].scaled(2.0, None)
-    return not RULES[rule].is_measured and replace(scaled, lr=1.0, warmup=scaled.warmup if warmup else 1.0) == Scaled()
 
 
 @dataclass(frozen=True)

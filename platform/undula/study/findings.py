@@ -11,16 +11,14 @@ from typing import Literal
 
 import numpy as np
 
-from undula.plan.rules import RULES, RuleName, changes_rate_alone, warning
+from undula.plan.rules import RULES, RuleName, powers, warning
 from undula.study.exponents import fit_exponent
-from undula.study.fits import RULE_EXPONENTS, Bound, Interval, ParetoFit, PowerLaw, fit_pareto
+from undula.study.fits import Bound, Interval, ParetoFit, PowerLaw, fit_pareto
 from undula.study.rates import (
     SAME,
     AtBatch,
     Group,
     LossAt,
-    exponent_of,
-    factor_of,
     groups_of,
     is_open,
     loss_at,
@@ -72,8 +70,8 @@ class Law:
 
     @property
     def tells_apart(self) -> bool:
-        """Whether the interval excludes at least one exponent of RULE_EXPONENTS. Otherwise it favours no rule."""
-        return not all(self.fit.interval.holds(power) for power in RULE_EXPONENTS.values())
+        """Whether the interval excludes the exponent of at least one of `powers()`. Otherwise it favours no rule."""
+        return not all(self.fit.interval.holds(power) for power in powers().values())
 
     def rules(self, judgement: Judgement) -> list[RuleName]:
         return [each.rule for each in self.verdicts if each.judgement == judgement]
@@ -224,9 +222,9 @@ def _tuning(
 ) -> Tuning:
     """Return the power laws of a group under some rules; `is_main` says whether these rules show the free optimum."""
     exponents: dict[RuleName, float] = {}
-    if is_main and changes_rate_alone(rules[0], group.warmup):
-        exponents = {rule: RULE_EXPONENTS[rule] for rule in ("linear", "sqrt", "none")}
-    exponents |= {rule: power for rule in rules if (power := exponent_of(rule)) is not None}
+    if is_main and RULES[rules[0]].changes_rate_alone(group.warmup):
+        exponents = powers()
+    exponents |= {rule: power for rule in rules if (power := RULES[rule].exponent) is not None}
     if len(spec.batches) == 1:
         return Tuning(
             rules, batches, (), f"the study has one batch ({spec.batches[0]:,}), but a power law needs two or more"
@@ -306,8 +304,8 @@ def _predictions(spec: StudySpec, group: Group, tunings: Sequence[Tuning]) -> tu
     """Return predictions of the rules that were tried, and of common rules that need no trial."""
     base, main = spec.batches[0], {each.batch: each for each in tunings[0].batches}
     at_base = main.get(base)
-    plain = changes_rate_alone(tunings[0].rules[0], group.warmup)
-    rules = dict.fromkeys((*(("linear", "sqrt", "none") if plain else ()), *(r for t in tunings for r in t.rules)))
+    plain = RULES[tunings[0].rules[0]].changes_rate_alone(group.warmup)
+    rules = dict.fromkeys((*(powers() if plain else ()), *(r for t in tunings for r in t.rules)))
     found = []
     for rule in rules:
         own = next((tuning for tuning in tunings if rule in tuning.rules), tunings[0])
@@ -333,7 +331,7 @@ def _predict(rule: RuleName, at_base: AtBatch, own: AtBatch, tuned: AtBatch | No
     if RULES[rule].is_measured:
         rate, at_rate = _measured(at_base, own)
     else:
-        rate = base.rate * factor_of(rule, own.batch / at_base.batch) if base else None
+        rate = base.rate * RULES[rule].factor(own.batch / at_base.batch) if base else None
         at_rate = loss_at(own.points, rate) if base and rate and base.interior else LossAt()
     return Prediction(
         rule,

@@ -15,8 +15,6 @@ no neighbours on either side."""
 Bound = Literal["≥", "≤", "~"]
 """Relation of the true value to a known one: at least, at most, or either."""
 
-RULE_EXPONENTS: Mapping[str, float] = {"linear": 1.0, "sqrt": 0.5, "none": 0.0}
-"""Exponents of the common rules that scale the learning rate with a power of the batch."""
 BOUNDS: Mapping[Edge, Bound] = {"lowest": "≤", "highest": "≥", "diverged": "≥", "alone": "~"}
 """Relation of the true best rate to an optimum, by the edge of the optimum."""
 BEYOND = 1e4

@@ -7,12 +7,12 @@ itself. The loss of a trial that diverged or failed is not used.
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from math import inf, isfinite, log, log2
+from math import inf, isfinite, log
 from typing import Literal, assert_never
 
 import numpy as np
 
-from undula.plan.rules import RULES, RuleName, changes_rate_alone
+from undula.plan.rules import RULES, RuleName
 from undula.study.fits import Edge, Optimum, about_lowest, best_rate
 from undula.study.seeds import common_seeds
 from undula.study.spec import Optimizer, StudySpec
@@ -152,16 +152,6 @@ class AtBatch:
         return tuple(each.rate for each in found if each and each.interior)
 
 
-def exponent_of(rule: RuleName) -> float | None:
-    """Return the power of the batch by which a rule scales the learning rate, or None for a measured rule."""
-    return None if RULES[rule].is_measured else log2(factor_of(rule, 4.0)) / 2  # 4 has an exact square root
-
-
-def factor_of(rule: RuleName, kappa: float) -> float:
-    """Return the factor of a rule on the learning rate at `kappa` times the base batch. The rule must not be measured."""
-    return RULES[rule].scaled(kappa, None).lr
-
-
 def groups_of(spec: StudySpec) -> tuple[Group, ...]:
     """Return the groups of a study."""
     return tuple(Group(optimizer, warmup) for optimizer in spec.optimizers for warmup in spec.warmup_axis)
@@ -170,7 +160,7 @@ def groups_of(spec: StudySpec) -> tuple[Group, ...]:
 def tunings_of(spec: StudySpec, group: Group) -> tuple[tuple[RuleName, ...], ...]:
     """Return the rules of a group, in tuples of rules that share a curve. The first tuple is the one that shows the free optimum."""
     rules = [rule for optimizer, rule in spec.pairs() if optimizer == group.optimizer]
-    alone = tuple(rule for rule in rules if changes_rate_alone(rule, group.warmup))
+    alone = tuple(rule for rule in rules if RULES[rule].changes_rate_alone(group.warmup))
     others = [(rule,) for rule in rules if rule not in alone]
     return (alone, *others) if alone else tuple(others)
 
@@ -198,7 +188,7 @@ def rate_points(records: Iterable[TrialRecord], base: int) -> tuple[RatePoint, .
     by_rate: dict[str, list[TrialRecord]] = {}
     for record in records:
         trial = record.trial
-        is_fixed = trial.batch == base or changes_rate_alone(trial.rule, trial.warmup)
+        is_fixed = trial.batch == base or RULES[trial.rule].changes_rate_alone(trial.warmup)
         by_rate.setdefault(f"{_requested_rate(record, base) if is_fixed else trial.base_lr:.5g}", []).append(record)
     return tuple(sorted((_point(tuple(found), base) for found in by_rate.values()), key=lambda point: point.rate))
 
@@ -288,8 +278,8 @@ def with_seeds(points: Sequence[RatePoint], seeds: Sequence[int]) -> list[RatePo
 def _requested_rate(record: TrialRecord, base: int) -> float:
     """Return the learning rate at the top of the schedule, scaled by the rule unless that is measured."""
     trial = record.trial
-    is_measured = RULES[trial.rule].is_measured
-    return trial.base_lr * (1.0 if is_measured else factor_of(trial.rule, trial.batch / base))
+    rule = RULES[trial.rule]
+    return trial.base_lr * (1.0 if rule.is_measured else rule.factor(trial.batch / base))
 
 
 def _point(records: tuple[TrialRecord, ...], base: int) -> RatePoint:

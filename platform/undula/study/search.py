@@ -6,7 +6,7 @@ from math import exp, inf, log
 from random import Random
 from typing import assert_never
 
-from undula.plan.rules import changes_rate_alone
+from undula.plan.rules import RULES
 from undula.study.spec import LogRange, StudySpec
 from undula.study.trials import Trial
 
@@ -48,7 +48,7 @@ def _cells(spec: StudySpec, once: bool = False) -> Iterator[Callable[[float, int
     """
     for (optimizer, rule), warmup, batch in product(spec.pairs(), spec.warmup_axis, spec.batches):
         rules = [each for kind, each in spec.pairs() if kind == optimizer]
-        alike = [each for each in rules if changes_rate_alone(each, warmup)] if once else [rule]
+        alike = [each for each in rules if RULES[each].changes_rate_alone(warmup)] if once else [rule]
         is_first_alike = rule not in alike or rule == alike[0]
         if rule == rules[0] or (batch != spec.batches[0] and is_first_alike):
             yield lambda lr, seed, fixed=(optimizer, rule, warmup, batch): _trial(lr, seed, *fixed)  # type: ignore[misc]

@@ -16,9 +16,6 @@ from undula.plan.rules import RULES, RuleName
 Optimizer = Literal["own", "sgd", "adam", "adamw", "lars", "lamb"]
 CLASSES: Mapping[Optimizer, str] = {"sgd": "SGD", "adam": "Adam", "adamw": "AdamW", "lars": "LARS", "lamb": "Lamb"}
 """Names under which undula.plan.rules knows the optimizers."""
-POWERS: tuple[RuleName, ...] = ("none", "linear", "sqrt", "legw")
-"""Rules that may be tried with any optimizer, since a study tests whether a power of the batch holds for it. The other rules are derived
-for certain optimizers only."""
 
 
 @checked_dataclass(frozen=True, config=STRICT)
@@ -209,9 +206,13 @@ class StudySpec:
 
 
 def _optimizers_of(rule: RuleName) -> tuple[Optimizer, ...]:
-    """Optimizers with which a rule may be tried; `own` is the first."""
+    """Optimizers with which a rule may be tried; `own` is the first.
+
+    A power of the batch may be tried with any optimizer, since a study tests whether it holds. The other rules are derived for certain
+    optimizers only.
+    """
     holds_for = RULES[rule].holds_for
-    is_any = rule in POWERS or holds_for is None
+    is_any = RULES[rule].changes_rate_alone(warmup=0) or holds_for is None
     return ("own", *(name for name, kind in CLASSES.items() if is_any or kind in (holds_for or ())))
 
 

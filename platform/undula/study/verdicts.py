@@ -4,10 +4,10 @@ from collections import Counter
 from collections.abc import Sequence
 from math import isfinite
 
-from undula.plan.rules import RULES
+from undula.plan.rules import RULES, powers
 from undula.report.text import counted, number
 from undula.study.findings import Findings, GroupFindings, Law, Tuning, Verdict
-from undula.study.fits import RULE_EXPONENTS, Interval, ParetoFit
+from undula.study.fits import Interval, ParetoFit
 from undula.study.spec import CLASSES, StudySpec
 
 
@@ -47,7 +47,7 @@ def untested_sentences(findings: Findings) -> tuple[str, ...]:
     )
     texts += [f"{text}." for text in problems]
     texts += _seed_sentences(findings)
-    if others := [rule for rule in RULES if rule not in spec.rules and rule not in RULE_EXPONENTS]:
+    if others := [rule for rule in RULES if rule not in spec.rules and rule not in powers()]:
         texts.append(f"The rules {', '.join(others)}: no trial used them.")
     if measured := [rule for rule in spec.rules if RULES[rule].is_measured]:
         texts.append(
@@ -149,7 +149,10 @@ def _law_sentence(law: Law, is_part: bool) -> str:
         return f"{grows}. Two batches give no interval, so no rule is tested."
     grows += f" (95 % interval {interval_text(interval)})"
     if law.verdicts and not law.tells_apart:
-        return f"{grows}. The interval contains linear (1), sqrt (0.5) and none (0), so the data do not distinguish the rules."
+        *others, last = (f"{rule} ({power:g})" for rule, power in powers().items())
+        return (
+            f"{grows}. The interval contains {', '.join(others)} and {last}, so the data do not distinguish the rules."
+        )
     parts = [
         f"{judgement}: {', '.join(_claim(each) for each in law.verdicts if each.judgement == judgement)}"
         for judgement in ("rejected", "not rejected")

@@ -17,7 +17,7 @@ from undula.plan.prices import PriceList, Prices
 from undula.report.data.cost import Cost, cost
 from undula.report.data.goodput import CLASSES, Allocation, allocations
 from undula.report.data.run_record import read_run
-from undula.report.render.cost_section import cost_lines
+from undula.report.render.cost_text import cost_lines
 from undula.report.render.page import write_report
 from undula.report.render.terminal import print_run
 from undula.report.text import dollars

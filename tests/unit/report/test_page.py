@@ -10,8 +10,8 @@ import pytest
 
 from undula.report.data.run_record import JobRecord, RecordedRun
 from undula.report.data.summary import summarize
-from undula.report.render.charts import CURVE_POINTS
 from undula.report.render.page import render, write_report
+from undula.report.render.run_charts import CURVE_POINTS
 from undula.state.events import CheckpointEvent, CrashEvent, Event, RecordedEvent, ValidationEvent
 from undula.state.ledger import Ledger
 from undula.state.ledger_files import EVENT_SCHEMA, STEP_SCHEMA

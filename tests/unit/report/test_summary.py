@@ -15,7 +15,7 @@ from undula.errors import UndulaError
 from undula.report.data.curves import downsample, markers_of, smooth
 from undula.report.data.run_record import JobRecord, read_run
 from undula.report.data.summary import SECONDS_CLASSES, RunSummary, summarize, throughput, validations
-from undula.report.render.ticks import nice_step, tick_text, ticks
+from undula.report.render.axes import nice_step, tick_text, ticks
 from undula.report.text import duration, number, printable
 from undula.state.events import (
     CheckpointEvent,

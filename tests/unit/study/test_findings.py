@@ -11,14 +11,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from study_records import points, quadratic_records, record, study, trials_of, valley
 
-from undula.plan.rules import RULES, changes_rate_alone
+from undula.plan.rules import RULES
 from undula.study.exponents import fit_exponent
 from undula.study.findings import Findings, find, judge, law_of
 from undula.study.fits import Interval, Optimum, ParetoFit, PowerLaw, fit_power_law
 from undula.study.rates import (
     Group,
     at_batch,
-    exponent_of,
     optimum_of,
     rate_points,
     tunings_of,
@@ -218,9 +217,9 @@ def test_a_complete_trial_without_a_finite_loss_counts_as_diverged() -> None:
 
 
 def test_rules_that_only_change_the_rate_share_a_curve() -> None:
-    assert [rule for rule in RULES if changes_rate_alone(rule, 0)] == ["none", "linear", "sqrt", "legw"]
-    assert [rule for rule in RULES if changes_rate_alone(rule, 100)] == ["none", "linear", "sqrt"]
-    assert {rule: exponent_of(rule) for rule in RULES if exponent_of(rule) is not None} == {
+    assert [rule for rule in RULES if RULES[rule].changes_rate_alone(0)] == ["none", "linear", "sqrt", "legw"]
+    assert [rule for rule in RULES if RULES[rule].changes_rate_alone(100)] == ["none", "linear", "sqrt"]
+    assert {name: rule.exponent for name, rule in RULES.items() if rule.exponent is not None} == {
         "none": 0, "linear": 1, "sqrt": 0.5, "legw": 0.5, "adam_sde": 0.5,
     }  # fmt: skip
     spec = study(rules=("none", "linear", "adam_sde", "surge"), optimizers=("adamw",))

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from undula.plan.rules import powers
 from undula.study.fits import (
     APART,
-    RULE_EXPONENTS,
     Edge,
     Optimum,
     about_lowest,
@@ -121,7 +121,7 @@ def test_an_optimum_next_to_divergence_is_not_below_the_measured_losses() -> Non
 def test_two_points_reject_nothing() -> None:
     fit = fit_power_law(optima((16, 32), (0.1, 0.2)))
     assert fit.exponent == pytest.approx(1.0)
-    assert all(fit.interval.holds(power) for power in RULE_EXPONENTS.values())
+    assert all(fit.interval.holds(power) for power in powers().values())
 
 
 @settings(max_examples=50, deadline=None)
@@ -212,4 +212,4 @@ def test_rates_that_all_diverged_are_refused() -> None:
 
 def test_an_exact_line_rejects_every_other_exponent() -> None:
     exact = fit_power_law(optima(BATCHES, [0.01 * batch for batch in BATCHES]))
-    assert [rule for rule, power in RULE_EXPONENTS.items() if exact.interval.holds(power)] == ["linear"]
+    assert [rule for rule, power in powers().items() if exact.interval.holds(power)] == ["linear"]

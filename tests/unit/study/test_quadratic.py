@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+from undula.study.checks.quadratic import KNOWN_BEST, RATES, TARGET
 from undula.study.quadratic import (
     NoisyQuadratic,
     best_of,
@@ -13,30 +14,16 @@ from undula.study.quadratic import (
     zhang_quadratic,
 )
 
-RATES = np.logspace(-5, 0.5, 100)
-TARGET = 0.01
-
 
 @pytest.fixture(scope="module")
 def model() -> NoisyQuadratic:
     return zhang_quadratic()
 
 
-KNOWN = [(4, 1_507_368, 0.0147), (32, 189_425, 0.114), (256, 25_881, 0.774), (1024, 10_610, 1.67), (4096, 8_118, 1.90)]
-
-
-@pytest.mark.parametrize(("batch", "steps", "rate"), KNOWN)
-def test_the_known_steps_are_reproduced(model: NoisyQuadratic, batch: int, steps: int, rate: float) -> None:
-    found = best_of(sgd_steps(model, batch, RATES, TARGET), RATES)
-    assert found.steps == pytest.approx(steps, rel=1e-3 if batch < 256 else 0)
-    assert found.rate == pytest.approx(rate, rel=0.005)
-
-
-@pytest.mark.parametrize(("batch", "steps", "rate"), KNOWN)
-def test_the_known_steps_are_reproduced_exactly_with_their_epsilon(
-    model: NoisyQuadratic, batch: int, steps: int, rate: float
-) -> None:
-    rate = RATES[np.argmin(abs(RATES - rate))]
+@pytest.mark.parametrize("batch", KNOWN_BEST)
+def test_the_known_steps_are_reproduced_exactly_with_their_epsilon(model: NoisyQuadratic, batch: int) -> None:
+    steps = KNOWN_BEST[batch].steps
+    rate = RATES[np.argmin(abs(RATES - KNOWN_BEST[batch].rate))]
     kept = (1 - rate * model.curvature) ** 2
     end = rate**2 * model.noise / batch / (1 - kept + 1e-8)
 

@@ -7,6 +7,7 @@ import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from hashlib import sha256
+from html import unescape
 from math import nan
 from pathlib import Path
 from typing import Any
@@ -18,10 +19,10 @@ import pytest
 from playwright.sync_api import Browser, sync_playwright
 from study_records import quadratic_records, valley
 
+from undula.report.render.axes import log_ticks, tick_label
 from undula.storage import Store
 from undula.study.findings import find
-from undula.study.render.drawing import log_ticks, spread, tick_label
-from undula.study.render.page import render, verdict_lines, write_report
+from undula.study.render.page import png, render, verdict_lines, write_report
 from undula.study.render.rate_figures import draw_map
 from undula.study.render.report_tables import Cell, cost_table, trial_table
 from undula.study.spec import LogRange, StudySpec
@@ -32,6 +33,7 @@ QUIET = ("--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "-
          "--disable-component-update", "--disable-sync")  # fmt: skip
 EVIL = "</script><script>alert(1)</script><img src=x onerror=alert(1)>\"'&<b>gone</b>\x1b[31m"
 FIGURES = ("steps", "samples", "pareto", "rates", "best-rate", "predicted", "noise", "map")
+SVG = '<svg xmlns="http://www.w3.org/2000/svg" width="40" height="9" font-family="DejaVu Sans">'
 WHOLE_SAMPLES = 16_000_000
 
 
@@ -147,33 +149,41 @@ def test_page_logs_nothing_requests_nothing_and_fits(browser: Browser, report: P
     assert [url for url in requests if not url.startswith("data:")] == [report.as_uri()]
     assert page.title() == "quadratic · Undula"
     assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
-    figures = page.locator(".fig:has(svg)").all()
-    assert figures
-    for figure in figures:
-        box, card = figure.locator("svg").bounding_box(), figure.bounding_box()
+    plots = page.locator(".fig .plot").all()
+    assert plots
+    for plot in plots:
+        box = plot.bounding_box()
         assert box
-        assert card
-        assert box["width"] > 0.9 * card["width"] - 36
-    # Figures use the colours of the page, also in dark mode, and also in parts that a figure reuses.
+        assert box["width"] > min(width, 560) - 150
+    # Figures use the colours of the page, also in dark mode, and also in shapes that they reuse.
     ink = page.evaluate("getComputedStyle(document.body).color")
-    label = page.locator(".fig svg text[fill='#1a2029']").first
-    assert label.evaluate("each => getComputedStyle(each).fill") == ink
+    for shape, attribute in (("path.curve.ink", "stroke"), ("use.glyph.ink", "fill")):
+        assert page.locator(f".fig {shape}").first.evaluate(f"each => getComputedStyle(each).{attribute}") == ink
     page.close()
 
 
 @pytest.mark.skipif(CHROMIUM is None, reason="no chromium found: run tests/install_chromium.sh")
-def test_all_text_of_a_figure_lies_inside_it(browser: Browser, report: Path) -> None:
+def test_all_text_of_a_figure_lies_inside_it_on_the_page_and_in_its_file(browser: Browser, report: Path) -> None:
     page = browser.new_page(viewport={"width": 1280, "height": 900})
-    page.goto(report.as_uri())
-    assert page.locator(".fig svg text").count() > 10
-    outside = page.evaluate(
-        """() => [...document.querySelectorAll('.fig svg text')].filter(text => {
-          const box = text.getBoundingClientRect(), all = text.ownerSVGElement.getBoundingClientRect();
-          return box.left < all.left - 2 || box.right > all.right + 2 || box.top < all.top - 2 || box.bottom > all.bottom + 2;
-        }).map(text => text.textContent)"""
-    )
-    assert outside == []
+    for file in (report, *sorted(report.parent.glob("figures/*.svg"))):
+        page.goto(file.as_uri())
+        assert page.locator("svg text").count() > 10
+        outside = page.evaluate(
+            """() => [...document.querySelectorAll('svg text')].filter(text => {
+              const box = text.getBoundingClientRect();
+              const all = (text.closest('.fig') || document.documentElement).getBoundingClientRect();
+              return box.left < all.left || box.right > all.right || box.top < all.top || box.bottom > all.bottom;
+            }).map(text => text.textContent)"""
+        )
+        assert outside == [], file
     page.close()
+
+
+def test_png_files_have_the_letters_of_the_shipped_font(report: Path) -> None:
+    for file in report.parent.glob("figures/*.svg"):
+        texts = "".join(re.findall(r"<text[^>]*>([^<]+)</text>", unescape(file.read_text(encoding="utf-8"))))
+        assert {letter for letter in texts if not letter.isascii()} <= {*"·×–…−≤≥→"}  # as in DejaVuSans.ttf
+    assert png(f"{SVG}<text y='9'>loss</text></svg>") != png(f"{SVG}</svg>")
 
 
 def test_unfinished_trials_are_reported(report: Path) -> None:
@@ -237,8 +247,7 @@ def test_a_near_tie_does_not_take_the_colours_of_the_map(tmp_path: Path) -> None
     spec = study(seeds=(0,), warmups=(0,), target=None)
     records = valley(16, 0.1, (0.1, 0.101, 0.5, 2.0))
     found = find(replace(spec, batches=(16,)), records).groups[0]
-    texts = [text.get_text() for text in draw_map(found, found.main).legends[0].get_texts()]
-    shown = [float(text[1:]) for text in texts if text.startswith("+")]
+    shown = [float(key.label[1:]) for key in draw_map(found.main).keys if key.label.startswith("+")]
     assert shown[-1] / shown[0] == pytest.approx(300, rel=0.05)
 
 
@@ -270,9 +279,3 @@ def test_ticks_are_round_numbers_in_their_range() -> None:
         "3M",
         "1.5G",
     ]
-
-
-def test_names_of_lines_do_not_overlap() -> None:
-    assert spread([1.0, 0.0, 5.0], 0.5) == [1.0, 0.0, 5.0]
-    low, high = spread([1.0, 1.1], 0.5)
-    assert high - low == pytest.approx(0.5)

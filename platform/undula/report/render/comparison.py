@@ -17,28 +17,36 @@ from undula.report.data.curves import (
     validation_curve,
 )
 from undula.report.data.summary import Floats, column
-from undula.report.render.chart_view import PLOT_HEIGHT, PLOT_WIDTH, chart_view, tooltip_data
-from undula.report.render.charts import Chart, Curve, XAxis, smoothing_window, x_axis
-from undula.report.render.html import SHARED_PACKAGE, render_page
+from undula.report.render.axes import Axis
+from undula.report.render.html import SHARED_PACKAGE, colors_css, render_page
+from undula.report.render.run_charts import Curve, RunChart, smoothing_window, tooltip_data, x_axis
 from undula.report.text import DASH, counted, dollars, duration, number, printable
 
-MOST_RUNS = 8
-"""Maximum number of runs of a comparison, each of which has a colour of its own."""
 POINTS = 800
 """Maximum number of points of a curve."""
 VALUE_CHARACTERS = 120
 """Maximum number of characters of a setting's value."""
 AXIS_LABELS: dict[AxisName, str] = {"samples": "samples", "step": "steps", "time": "wall time", "dollars": "dollars"}
-_LIGHT = ("#1f5fae", "#b8500f", "#0c756c", "#8a3fb0", "#c22a5a", "#5f7a14", "#7a5a3a", "#566170")
-_DARK = ("#6ea8ec", "#f2a35e", "#4fc3b5", "#c78ff0", "#ff8aa8", "#b5cf5a", "#d0ab84", "#a9b6c5")
+COLORS = (
+    ("#1f5fae", "#6ea8ec"),
+    ("#b8500f", "#f2a35e"),
+    ("#0c756c", "#4fc3b5"),
+    ("#8a3fb0", "#c78ff0"),
+    ("#c22a5a", "#ff8aa8"),
+    ("#5f7a14", "#b5cf5a"),
+    ("#7a5a3a", "#d0ab84"),
+    ("#566170", "#a9b6c5"),
+)
 """Colours of the runs on a light and on a dark page."""
+MOST_RUNS = len(COLORS)
+"""Maximum number of runs of a comparison."""
 PointsAndValues = tuple[CurvePoints, Floats]
 
 
 def render_comparison(comparison: Comparison) -> str:
     """Return the page as HTML."""
     charts = list(_charts(comparison))
-    axes = [axis for name in AXIS_LABELS if (axis := _axis(comparison, name))]
+    axes = {name: axis for name in AXIS_LABELS if (axis := _axis(comparison, name))}
     labels = [printable(run.label, 80) for run in comparison.runs]
     context = {
         "name": " · ".join(labels[:3]) + (" · …" if len(labels) > 3 else ""),
@@ -48,31 +56,18 @@ def render_comparison(comparison: Comparison) -> str:
         "labels": labels,
         "head": ("State", "Steps", "Validation loss", "Best", "Training loss", "Samples/s", "Wall time", "Dollars"),
         "rows": [_cells(run) for run in comparison.runs],
-        "axes": [(axis.name, AXIS_LABELS[axis.name]) for axis in axes],
-        "views": [(axis.name, [chart_view(chart, axis, ()) for chart in charts]) for axis in axes],
+        "axes": [(name, AXIS_LABELS[name]) for name in axes],
+        "views_of_charts": [(name, [chart.over(name, axis) for chart in charts]) for name, axis in axes.items()],
         "without_price": [printable(run.label, 80) for run in comparison.runs if run.step_dollars is None],
         "settings": [
             (printable(key, 80), [printable(value, VALUE_CHARACTERS) for value in values])
             for key, values in comparison.settings
         ],
         "sentences": [*map(_sentence, comparison.agreements), *_alone(comparison)],
-        "plot_width": PLOT_WIDTH,
-        "plot_height": PLOT_HEIGHT,
         "data": {**tooltip_data(charts, axes, ()), "compares": True},
     }
-    return render_page("compare.html", context, package=SHARED_PACKAGE, script="run.js", more_style=_style())
-
-
-def _style() -> str:
-    light = "".join(f"--run-{place}: {colour}; " for place, colour in enumerate(_LIGHT))
-    dark = "".join(f"--run-{place}: {colour}; " for place, colour in enumerate(_DARK))
-    runs = "".join(f".r-{place} {{ stroke: var(--run-{place}); }} " for place in range(MOST_RUNS))
-    table = (
-        ".runs th { white-space: normal; } .runs th, .runs td { padding: 8px 12px; } .name { min-width: 150px; overflow-wrap: anywhere; } "
-        ".name svg { width: 18px; height: 12px; margin-right: 8px; overflow: visible; } "
-        ".value { min-width: 90px; overflow-wrap: anywhere; } .say + p { margin-top: 14px; }"
-    )
-    return f"\n:root {{ {light}}}\n@media (prefers-color-scheme: dark) {{ :root {{ {dark}}} }}\n{runs}\n{table}\n"
+    colors = {f"r-{place}": pair for place, pair in enumerate(COLORS)}
+    return render_page("compare.html", context, package=SHARED_PACKAGE, script="run.js", more_style=colors_css(colors))
 
 
 def _cells(run: ComparedRun) -> list[str]:
@@ -93,7 +88,7 @@ def _cells(run: ComparedRun) -> list[str]:
     ]
 
 
-def _axis(comparison: Comparison, name: AxisName) -> XAxis | None:
+def _axis(comparison: Comparison, name: AxisName) -> Axis | None:
     """Return an x axis that is long enough for all runs; None if no run has positions on it."""
     highest: list[float] = []
     for run in comparison.runs:
@@ -103,7 +98,7 @@ def _axis(comparison: Comparison, name: AxisName) -> XAxis | None:
     return x_axis(name, max(*highest, 1e-3)) if highest else None
 
 
-def _charts(comparison: Comparison) -> Iterator[Chart]:
+def _charts(comparison: Comparison) -> Iterator[RunChart]:
     runs = [run for run in comparison.runs if len(run.record.ledger.steps)]
     names = sorted({name for run in runs for name in metric_curves(run.record, 0.0)})
     validated = [("validation", "Validation loss", _validation), *((f"metric-{n}", n, _metric(n)) for n in names)]
@@ -120,7 +115,7 @@ def _charts(comparison: Comparison) -> Iterator[Chart]:
                 rows = downsample(y, POINTS)
                 curves.append(Curve(printable(run.label, 40), f"r-{place}", points.take(rows), y[rows]))
         if curves:
-            yield Chart(key, printable(title, 80), "", height, tuple(curves))
+            yield RunChart(key, printable(title, 80), "", height, tuple(curves))
 
 
 def _points(run: ComparedRun) -> CurvePoints:

@@ -1,7 +1,8 @@
 """HTML pages from Jinja templates. Text is escaped by default, and a page is one file that applies only its own style and script."""
 
 import base64
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from hashlib import sha256
@@ -9,8 +10,11 @@ from hashlib import sha256
 from jinja2 import ChoiceLoader, Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
+from undula.report.render.chart import Chart, Key, glyph_definitions
 from undula.report.text import printable
 
+FILE_WIDTH, FILE_HEIGHT, FILE_LEFT = 460, 345, 52
+"""Size of a chart's file in pixels, and the room for the labels of its y axis."""
 SHARED_PACKAGE = "undula.report.render"
 """Package with the templates that every page extends: base.html, macros.html and style.css."""
 
@@ -59,6 +63,14 @@ def shares_of(
     return tuple(shares)
 
 
+def colors_css(colors: Mapping[str, tuple[str, str]]) -> str:
+    """Return CSS classes by name that set a colour on a light and on a dark page."""
+    light, dark = (
+        "".join(f".{name} {{ color: {pair[scheme]}; }} " for name, pair in colors.items()) for scheme in (0, 1)
+    )
+    return f"\n{light}\n@media (prefers-color-scheme: dark) {{ {dark}}}\n"
+
+
 def render_page(
     template: str, context: Mapping[str, object], *, package: str, script: str = "", more_style: str = ""
 ) -> str:
@@ -69,15 +81,45 @@ def render_page(
         context: Variables of the template.
         package: Package whose folder `templates` has the template.
         script: Name of the page's script in that folder; empty for a page without a script.
-        more_style: CSS of this page in addition to the shared stylesheet.
+        more_style: CSS of this page in addition to the shared stylesheets.
     """
     environment = _environment(package)
-    style = _source(environment, "style.css") + more_style
+    style = _source(environment, "chart.css") + _source(environment, "style.css") + more_style
     code = _source(environment, script) if script else ""
     page = environment.get_template(template)
-    return page.render(
-        context, style=Markup(style), style_hash=_hash(style), script=Markup(code), script_hash=_hash(code)
-    )
+    markup = {"style": Markup(style), "script": Markup(code), "glyphs": glyph_definitions()}
+    return page.render(context, **markup, style_hash=_hash(style), script_hash=_hash(code))
+
+
+def render_chart(chart: Chart, more_style: str) -> str:
+    """Render a chart as an SVG file of its own, with the colours of a light page.
+
+    Args:
+        chart: The chart.
+        more_style: CSS in addition to chart.css.
+    """
+    environment = _environment(SHARED_PACKAGE)
+    light = dict(re.findall(r"--(\w+): (#\w+);", _source(environment, "style.css").partition("@media")[0]))
+    style = re.sub(r"var\(--(\w+)\)", lambda found: light[found[1]], _source(environment, "chart.css"))
+    legend, top = _legend_rows(chart.keys, 24 if chart.legend else 6)
+    size = FILE_WIDTH - FILE_LEFT - 14.0, FILE_HEIGHT - top - 66.0
+    return environment.get_template("chart.svg").render(
+        chart=chart, legend=legend, left=FILE_LEFT, top=top + 28, size=size, plot=chart.plot(size),
+        width=FILE_WIDTH, height=FILE_HEIGHT, style=Markup(style + more_style), glyphs=glyph_definitions(),
+    )  # fmt: skip
+
+
+def _legend_rows(keys: Iterable[Key], top: float) -> tuple[list[tuple[float, float, Key]], float]:
+    """Return the entries of a legend with their positions in a file, in rows that fill its width, and the end of the rows."""
+    placed: list[tuple[float, float, Key]] = []
+    x, y = float(FILE_LEFT), top
+    for key in keys:
+        width = 38 + 6.3 * len(key.label)
+        if placed and x + width > FILE_WIDTH:
+            x, y = float(FILE_LEFT), y + 18
+        placed.append((x, y, key))
+        x += width
+    return placed, y + 18
 
 
 @cache

@@ -2,7 +2,6 @@
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from datetime import UTC, datetime
 
 import yaml
@@ -11,28 +10,16 @@ from undula.report.data.cost import Cost, PriceFinder, cost_of
 from undula.report.data.curves import MARKED_KINDS, markers_of
 from undula.report.data.run_record import RecordedRun, read_run
 from undula.report.data.summary import RunSummary, summarize
-from undula.report.render.chart_view import PLOT_HEIGHT, PLOT_WIDTH, chart_view, tooltip_data
-from undula.report.render.charts import charts_of, x_axes
-from undula.report.render.cost_section import cost_section
+from undula.report.render.cost_text import COST_LABELS, cost_lines
 from undula.report.render.html import SHARED_PACKAGE, Tile, render_page, shares_of
-from undula.report.text import DASH, counted, duration, goodput_text, number, printable
+from undula.report.render.run_charts import Axes, charts_of, tooltip_data, x_axis
+from undula.report.text import DASH, counted, dollars, duration, goodput_text, number, printable
 from undula.state.directory import REPORT
 from undula.state.events import Event
 from undula.storage import Store
 
 TABLE_EVENTS = 400
 """Maximum number of events in the table."""
-
-
-@dataclass(frozen=True)
-class EventRow:
-    """Row of the table of events."""
-
-    day: str
-    clock: str
-    step: str
-    kind: str
-    message: str
 
 
 def write_report(store: Store, prices: PriceFinder | None = None, *, now: float | None = None) -> str:
@@ -59,24 +46,29 @@ def render(run: RecordedRun, summary: RunSummary, cost: Cost | None = None) -> s
     markers = markers_of(run.events, run.ledger.steps, began)
     kinds = {marker.event.kind for marker in markers}
     charts, left_out = charts_of(run, began)
-    axes = x_axes(summary.wall_s, summary.samples)
+    events, events_note = _shown_events(run.events)
+    axes: Axes = {
+        "time": x_axis("time", max(summary.wall_s, 1e-3)),
+        "samples": x_axis("samples", float(max(summary.samples, 1))),
+    }
     context = {
         "name": printable(run.job.name),
         "state": summary.state,
         "facts": _facts(run, summary),
         "tiles": _tiles(summary),
-        "views": [(axis.name, [chart_view(chart, axis, markers) for chart in charts]) for axis in axes],
+        "views_of_charts": [
+            (name, [chart.over(name, axis, markers) for chart in charts]) for name, axis in axes.items()
+        ],
         "event_kinds": [kind for kind in MARKED_KINDS if kind in kinds],
         "marked_kinds": MARKED_KINDS,
         "left_out": left_out,
         "has_curves": bool(charts),
-        "plot_width": PLOT_WIDTH,
-        "plot_height": PLOT_HEIGHT,
         "seconds": shares_of(summary.seconds, "c-", {}, duration),
         "goodput": goodput_text(summary.rank_seconds),
-        "cost": cost_section(cost) if cost else None,
-        "events": _event_rows(run.events),
-        "events_note": _events_note(run.events),
+        "cost_shares": shares_of(cost.dollars, "g-", COST_LABELS, dollars) if cost and cost.total else (),
+        "cost_lines": cost_lines(cost) if cost else (),
+        "events": events,
+        "events_note": events_note,
         "spec": yaml.safe_dump(dict(run.job.spec), sort_keys=False, allow_unicode=True),
         "latest": None if summary.latest is None else " ".join(_utc(summary.latest)),
         "data": tooltip_data(charts, axes, markers),
@@ -117,29 +109,16 @@ def _tiles(summary: RunSummary) -> list[Tile]:
     ]
 
 
-def _shown_events(events: Sequence[Event]) -> Sequence[Event]:
-    """Return the newest events. If there are too many, checkpoints are left out first."""
+def _shown_events(events: Sequence[Event]) -> tuple[list[tuple[str, ...]], str]:
+    """Return the rows of the newest events, and a remark on the others. If there are too many, checkpoints are left out first."""
     others = [event for event in events if event.kind != "checkpoint"] if len(events) > TABLE_EVENTS else events
-    return others[-TABLE_EVENTS:]
-
-
-def _event_rows(events: Sequence[Event]) -> list[EventRow]:
-    return [
-        EventRow(
-            *_utc(event.time),
-            DASH if event.step is None else f"{event.step:,}",
-            printable(event.kind, 20),
-            printable(event.message),
-        )
-        for event in _shown_events(events)
-    ]
-
-
-def _events_note(events: Sequence[Event]) -> str:
-    left_out = len(events) - len(_shown_events(events))
-    if left_out:
-        return f"The ledger has {counted(left_out, 'more event')}."
-    return "" if events else "The run has no events yet."
+    rows: list[tuple[str, ...]] = []
+    for event in others[-TABLE_EVENTS:]:
+        step = DASH if event.step is None else f"{event.step:,}"
+        rows.append((*_utc(event.time), step, printable(event.kind, 20), printable(event.message)))
+    if len(rows) < len(events):
+        return rows, f"The ledger has {counted(len(events) - len(rows), 'more event')}."
+    return rows, "" if events else "The run has no events yet."
 
 
 def _utc(when: float) -> tuple[str, str]:

@@ -11,7 +11,7 @@ from rich.text import Text
 from undula.report.data.curves import downsample, validation_curve
 from undula.report.data.run_record import RecordedRun
 from undula.report.data.summary import Floats, column, throughput
-from undula.report.render.ticks import tick_text
+from undula.report.render.axes import tick_text
 from undula.report.text import duration, number
 
 PLOT_ROWS = 9

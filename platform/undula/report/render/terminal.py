@@ -22,7 +22,7 @@ from undula.report.data.cost import Cost, PriceFinder, cost_of
 from undula.report.data.run_record import leaves, read_run
 from undula.report.data.selection import Selection, Values
 from undula.report.data.summary import SECONDS_CLASSES, RunSummary, State, summarize, without_nan
-from undula.report.render.cost_section import COST_LABELS, cost_lines
+from undula.report.render.cost_text import COST_LABELS, cost_lines
 from undula.report.render.plots import loss_plot, speed_plot
 from undula.report.text import DASH, counted, dollars, duration, goodput_text, number, printable
 from undula.state.directory import JOB_FILE, STUDY_FILE

@@ -1,7 +1,6 @@
 """Checks of the rules of `undula.plan.rules`, of how they reach an optimizer, and of what they are derived to preserve."""
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator
 from math import erf, inf, pi, sqrt
 
 import numpy as np
@@ -46,44 +45,18 @@ def set_rate(optimizer: torch.optim.Optimizer, spec: ScheduleSpec, plan: Plan, m
     return rate
 
 
-@dataclass(frozen=True)
-class Known:
-    """Settings of a step of 4 base batches with a noise scale of 2 base batches, as multiples of those of a base batch."""
-
-    lr: float
-    one_minus_beta: float = 1
-    eps: float = 1
-    warmup: float = 1
-    progress: float = 4
-    """Number of base batches by which the step advances the schedule."""
-
-
-KNOWN: Mapping[RuleName, Known] = {
-    "none": Known(1),
-    "linear": Known(4),
-    "sqrt": Known(2),
-    "legw": Known(2, warmup=4),
-    "adam_sde": Known(2, one_minus_beta=4, eps=1 / 2),
-    "adascale": Known(2, progress=2),
-    "noise_scale": Known(2),
-    "surge": Known(1),
-}
-"""Settings by the formulas of Goyal et al. 2017, arXiv:1706.02677; Krizhevsky 2014, arXiv:1404.5997; You et al. 2019, arXiv:1901.08256;
-Malladi et al. 2022, arXiv:2205.10287; Johnson et al. 2020, arXiv:2007.05105, whose gain is (var + sqr) / (var / S + sqr); McCandlish et al.
-2018, arXiv:1812.06162, equation 2.7; and Li et al. 2024, arXiv:2405.14578."""
-
-
 def settings() -> Iterator[Row]:
-    """Check the settings that each rule gives to an optimizer."""
-    for rule, known in KNOWN.items():
-        _, optimizer = first_step(rule, 4, noise=2.0)
+    """Check the settings that each rule gives to an optimizer, by the formulas of its source."""
+    for name, rule in RULES.items():
+        known = rule.known
+        _, optimizer = first_step(name, 4, noise=2.0)
         group = optimizer.param_groups[0]
-        yield f"{rule}: learning rate", known.lr, group["lr"], EXACT
-        yield f"{rule}: 1 - beta1", known.one_minus_beta * 0.1, 1 - group["betas"][0], EXACT
-        yield f"{rule}: eps", known.eps * 1e-8, group["eps"], EXACT
-        warmed, _ = first_step(rule, 4, noise=2.0, warmup_samples=16 * BASE)
-        rate = known.lr * known.progress / (16 * known.warmup)
-        yield f"{rule}: learning rate in a warmup", rate, warmed.lr, EXACT
+        yield f"{name}: learning rate", known.lr, group["lr"], EXACT
+        yield f"{name}: 1 - beta1", (known.one_minus_beta or 1.0) * 0.1, 1 - group["betas"][0], EXACT
+        yield f"{name}: eps", known.eps * 1e-8, group["eps"], EXACT
+        warmed, _ = first_step(name, 4, noise=2.0, warmup_samples=16 * BASE)
+        rate = known.lr * (known.gain or 4) / (16 * known.warmup)
+        yield f"{name}: learning rate in a warmup", rate, warmed.lr, EXACT
 
 
 def measured_rules() -> Iterator[Row]:

@@ -5,30 +5,36 @@ Beside the page are the figures as SVG and PNG, and all trials as CSV and Parque
 
 import io
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from math import inf, isfinite
+from pathlib import Path
 
 import pyarrow.csv as csv
 import pyarrow.parquet as parquet
 import yaml
+from resvg_py import svg_to_bytes
 
 from undula.config.secrets import hide_secrets
-from undula.plan.rules import changes_rate_alone
+from undula.plan.rules import RULES
 from undula.report.data.cost import HOUR_S
-from undula.report.render.html import Tile, render_page
+from undula.report.render.html import Tile, colors_css, render_chart, render_page
 from undula.report.text import DASH, counted, dollars, duration, number, printable
 from undula.storage import Store
 from undula.study.findings import Findings, find
 from undula.study.rates import optimizer_words, over_common_seeds
 from undula.study.render import report_tables as tables
-from undula.study.render.drawing import dark_counterparts
 from undula.study.render.figures import StudyFigure, group_figures, warmup_figures
+from undula.study.render.look import colors
 from undula.study.spec import StudySpec
 from undula.study.trials import TrialRecord
 from undula.study.verdicts import critical_batch_text, interval_text, untested_sentences, verdict_sentences
 
 FOLDER = "report"
+FONT = Path(__file__).parent / "templates" / "DejaVuSans.ttf"
+"""Font of the PNG files: the letters of DejaVu Sans that figures use, because containers often have no fonts."""
+PNG_ZOOM = 2.2
+"""Number of pixels of a PNG file for each pixel of the SVG file."""
 
 
 def write_report(store: Store, spec: StudySpec, records: Sequence[TrialRecord]) -> str:
@@ -51,9 +57,13 @@ def write_report(store: Store, spec: StudySpec, records: Sequence[TrialRecord]) 
     groups = [list(group_figures(findings, found)) for found in findings.groups]
     warmups = list(warmup_figures(findings))
     folder = store / FOLDER
+    palette = _colors(findings)
+    light = "".join(f".{css} {{ color: {color}; }}\n" for css, (color, _) in palette.items())
     for figure in (each for part in (*groups, warmups) for each in part):
-        for ending, data in _figure_files(figure):
-            folder.write(f"figures/{figure.name}.{ending}", data)
+        if figure.chart:
+            svg = render_chart(figure.chart, light)
+            folder.write(f"figures/{figure.name}.svg", svg.encode())
+            folder.write(f"figures/{figure.name}.png", png(svg))
     trials = tables.trial_table(spec, records)
     for name, write in (("trials.csv", csv.write_csv), ("trials.parquet", parquet.write_table)):
         file = io.BytesIO()
@@ -110,26 +120,19 @@ def render(findings: Findings, groups: Sequence[Sequence[StudyFigure]], warmups:
         "trials_left_out": max(len(findings.records) - tables.TRIALS_SHOWN, 0),
         "spec": yaml.safe_dump(_plain(hide_secrets(asdict(spec))), sort_keys=False, allow_unicode=True),
     }
-    return render_page("study.html", context, package="undula.study.render", more_style=_dark_colors(spec.batches))
+    style = colors_css(_colors(findings))
+    return render_page("study.html", context, package="undula.study.render", more_style=style)
 
 
-def _figure_files(figure: StudyFigure) -> Iterator[tuple[str, bytes]]:
-    if figure.drawn:
-        yield "svg", f'<?xml version="1.0" encoding="utf-8"?>\n{figure.drawn.svg}\n'.encode()
-        yield "png", figure.drawn.png
+def _colors(findings: Findings) -> Mapping[str, tuple[str, str]]:
+    spec = findings.spec
+    batches = {*spec.batches, *(record.trial.batch for record in findings.records)}
+    return colors(sorted(batches), len(spec.warmup_axis))
 
 
-def _dark_colors(batches: Sequence[int]) -> str:
-    """Return CSS that replaces the colours of the figures on a dark page.
-
-    The selectors name no ancestors, because parts that an SVG figure reuses are matched in a separate tree without ancestors.
-    """
-    rules = "".join(
-        f'  [{attribute}="{light}"] {{ {attribute}: {dark}; }}\n'
-        for light, dark in dark_counterparts(batches).items()
-        for attribute in ("fill", "stroke")
-    )
-    return f"@media (prefers-color-scheme: dark) {{\n{rules}}}"
+def png(svg: str) -> bytes:
+    """Return a figure as PNG, with the letters of the shipped font only."""
+    return svg_to_bytes(svg, zoom=PNG_ZOOM, font_files=[str(FONT)], skip_system_fonts=True)
 
 
 def _facts(findings: Findings) -> list[str]:
@@ -208,7 +211,7 @@ def _lowest(findings: Findings) -> tuple[float, str]:
     group, rules, batch, point = min(points, key=lambda each: each[3].loss)
     parts = [f"batch {batch:,}", f"rate {number(point.rate, 3)}"]
     parts += [optimizer_words(group.optimizer)] if len(spec.optimizers) > 1 else []
-    parts += [rules[0]] if batch != spec.batches[0] and not changes_rate_alone(rules[0], group.warmup) else []
+    parts += [rules[0]] if batch != spec.batches[0] and not RULES[rules[0]].changes_rate_alone(group.warmup) else []
     parts += [f"warmup {group.warmup:,}"] if len(spec.warmup_axis) > 1 else []
     parts += [f"mean of {counted(len(point.losses), 'seed')}"] if len(spec.seeds) > 1 else []
     return point.loss, ", ".join(parts)

@@ -74,7 +74,7 @@ def space_table(spec: StudySpec) -> PageTable:
         ("search", spec.search + (f", {spec.trials:,} trials" if spec.trials else ""), DASH),
         ("early stopping", SCHEDULERS[spec.scheduler], DASH),
     ]
-    return _table(("", "values", "count"), rows, text_columns=(0, 1))
+    return _table(", values, count", rows, text_columns=(0, 1))
 
 
 def states_table(findings: Findings) -> PageTable:
@@ -89,14 +89,14 @@ def states_table(findings: Findings) -> PageTable:
     ]
     sums = [sum(found[state] for found in counts.values()) for state in shown]
     rows.append(["all", *(f"{each:,}" for each in sums), f"{sum(sums):,}"])
-    return _table(("batch", *shown, "all"), rows)
+    return _table(", ".join(["batch", *shown, "all"]), rows)
 
 
 def failures_table(findings: Findings) -> PageTable | None:
     """Return the table of failed trials with the reasons, or None if there are none."""
     failed = [record for record in findings.records if record.state == "failed"]
     rows = [(each.trial.name, each.message or DASH) for each in failed]
-    return _table(("trial", "message"), rows, text_columns=(0, 1)) if failed else None
+    return _table("trial, message", rows, text_columns=(0, 1)) if failed else None
 
 
 def seeds_table(findings: Findings) -> PageTable:
@@ -106,7 +106,7 @@ def seeds_table(findings: Findings) -> PageTable:
         for found in findings.groups
         for each in found.main.batches
     ]
-    head = ("trials", "batch", "best rate tried", "seeds", "mean loss", "deviation", "best rate")
+    head = "trials, batch, best rate tried, seeds, mean loss, deviation, best rate"
     return _table(head, rows, empty="No trial has started yet.")
 
 
@@ -121,7 +121,7 @@ def cost_table(findings: Findings) -> PageTable:
         cost = DASH if hourly is None else dollars(worker_s / HOUR_S * hourly)
         mean = duration(seconds / len(records)) if records else DASH
         rows.append((label, f"{len(records):,}", duration(seconds), mean, duration(worker_s), cost))
-    return _table(("batch", "trials", "wall time of all", "mean wall time", "worker time", "cost"), rows)
+    return _table("batch, trials, wall time of all, mean wall time, worker time, cost", rows)
 
 
 def worker_seconds(spec: StudySpec, records: Iterable[TrialRecord]) -> float:
@@ -149,32 +149,17 @@ def verdict_table(found: GroupFindings) -> PageTable | None:
 
 def predictions_table(findings: Findings) -> PageTable:
     """Return the table that compares the predictions of the rules with the tuned rates, in rate and loss."""
-    rows = [
-        (
-            found.group.title,
-            each.rule,
-            f"{each.batch:,}",
-            bounded(each.rate, each.bound),
-            bounded(each.tuned, each.tuned_bound),
-            DASH if each.ratio is None else " ".join(filter(None, (each.ratio[0], f"{each.ratio[1]:.2f}"))),
-            _loss_text(each),
-            bounded(each.tuned_loss, each.tuned_loss_bound),
-            DASH if each.cost is None else " ".join(filter(None, (each.cost[0], f"{each.cost[1]:+.3g}"))),
-        )
-        for found in findings.groups
-        for each in found.predictions
-    ]
-    head = (
-        "trials",
-        "rule",
-        "batch",
-        "predicted rate",
-        "best rate",
-        "ratio",
-        "loss there",
-        "lowest loss",
-        "difference",
-    )
+    rows = []
+    for found in findings.groups:
+        for each in found.predictions:
+            rates = (
+                bounded(each.rate, each.bound),
+                bounded(each.tuned, each.tuned_bound),
+                _after_bound(each.ratio, ".2f"),
+            )
+            losses = _loss_text(each), bounded(each.tuned_loss, each.tuned_loss_bound), _after_bound(each.cost, "+.3g")
+            rows.append((found.group.title, each.rule, f"{each.batch:,}", *rates, *losses))
+    head = "trials, rule, batch, predicted rate, best rate, ratio, loss there, lowest loss, difference"
     empty = "A rule scales from one batch to another, but the study has only one batch."
     return _table(head, rows, text_columns=(0, 1), empty=empty)
 
@@ -186,34 +171,18 @@ def trials_table(findings: Findings) -> PageTable:
     for record in findings.records[:TRIALS_SHOWN]:
         trial = record.trial
         steps = inf if target is None else record.steps_to(target)
-        rows.append(
-            (
-                trial.optimizer,
-                trial.rule,
-                f"{trial.batch:,}",
-                number(trial.base_lr),
-                number(record.lr),
-                f"{trial.warmup:,}",
-                f"{trial.seed}",
-                record.state,
-                number(record.last_loss) if isfinite(record.last_loss) else DASH,
-                f"{steps:,.0f}" if isfinite(steps) else DASH,
-                duration(record.seconds),
-            )
+        loss = number(record.last_loss) if isfinite(record.last_loss) else DASH
+        axes = (
+            trial.optimizer,
+            trial.rule,
+            f"{trial.batch:,}",
+            number(trial.base_lr),
+            number(record.lr),
+            f"{trial.warmup:,}",
         )
-    head = (
-        "optimizer",
-        "rule",
-        "batch",
-        "base rate",
-        "rate",
-        "warmup",
-        "seed",
-        "state",
-        "loss",
-        "steps to target",
-        "time",
-    )
+        ended = loss, f"{steps:,.0f}" if isfinite(steps) else DASH, duration(record.seconds)
+        rows.append((*axes, f"{trial.seed}", record.state, *ended))
+    head = "optimizer, rule, batch, base rate, rate, warmup, seed, state, loss, steps to target, time"
     return _table(head, rows, text_columns=(0, 1, 7), empty="There are no trials.")
 
 
@@ -222,16 +191,17 @@ def bounded(value: float | None, bound: Bound | None) -> str:
     return DASH if value is None else " ".join(filter(None, (bound, number(value))))
 
 
-def _table(
-    head: Sequence[str], rows: Iterable[Sequence[str]], text_columns: Sequence[int] = (0,), empty: str = ""
-) -> PageTable:
-    """Return a table. Columns other than `text_columns` have numbers and are aligned to the right."""
-    css = ["" if place in text_columns else "n" for place in range(len(head))]
-    return PageTable(
-        tuple(Cell(text, kind) for text, kind in zip(head, css, strict=True)),
-        tuple(tuple(Cell(printable(text), kind) for text, kind in zip(row, css, strict=True)) for row in rows),
-        empty,
+def _after_bound(value: tuple[Bound | None, float] | None, digits: str) -> str:
+    return DASH if value is None else " ".join(filter(None, (value[0], format(value[1], digits))))
+
+
+def _table(head: str, rows: Iterable[Sequence[str]], text_columns: Sequence[int] = (0,), empty: str = "") -> PageTable:
+    """Return a table. Columns other than `text_columns` have numbers and are aligned to the right; `head` has commas between them."""
+    head_row, *others = (
+        tuple(Cell(printable(text), "" if place in text_columns else "n") for place, text in enumerate(row))
+        for row in (head.split(", "), *rows)
     )
+    return PageTable(head_row, tuple(others), empty)
 
 
 def _trial_row(spec: StudySpec, record: TrialRecord) -> dict[str, object]:

@@ -67,11 +67,11 @@ function fill(chart, axis, x, near) {
 
 function put(plot, clientX, clientY) {
   const box = plot.getBoundingClientRect(), axis = plot.closest(".view").dataset.axis;
-  const low = data.extent[axis][0], span = data.extent[axis][1] - low;
+  const span = data.extent[axis];
   const fraction = Math.min(Math.max((clientX - box.left) / box.width, 0), 1);
-  const at = fill(data.charts[plot.dataset.chart], axis, low + fraction * span, NEAR_PX / box.width * span);
+  const at = fill(data.charts[plot.dataset.chart], axis, fraction * span, NEAR_PX / box.width * span);
   for (const line of plot.closest(".view").querySelectorAll(".cross")) {
-    for (const name of ["x1", "x2"]) line.setAttribute(name, (at - low) / span * 100 + "%");
+    for (const name of ["x1", "x2"]) line.setAttribute(name, at / span * 100 + "%");
     line.setAttribute("visibility", "visible");
   }
   const left = clientX + 16 + tip.offsetWidth > innerWidth ? clientX - 16 - tip.offsetWidth : clientX + 16;
@@ -92,9 +92,9 @@ function move(event, plot) {
   if (!way) return;
   event.preventDefault();
   const box = plot.getBoundingClientRect(), axis = plot.closest(".view").dataset.axis;
-  const xs = leader(data.charts[plot.dataset.chart], axis)[axis], low = data.extent[axis][0], span = data.extent[axis][1] - low;
-  const place = nearest(xs, plot.dataset.at === undefined ? low : Number(plot.dataset.at)) + way * Math.max(Math.round(xs.length / 200), 1);
-  put(plot, box.left + (xs[Math.min(Math.max(place, 0), xs.length - 1)] - low) / span * box.width, box.top + box.height / 3);
+  const xs = leader(data.charts[plot.dataset.chart], axis)[axis];
+  const place = nearest(xs, Number(plot.dataset.at || 0)) + way * Math.max(Math.round(xs.length / 200), 1);
+  put(plot, box.left + xs[Math.min(Math.max(place, 0), xs.length - 1)] / data.extent[axis] * box.width, box.top + box.height / 3);
 }
 
 for (const plot of document.querySelectorAll(".plot")) {

@@ -1,12 +1,10 @@
-"""Cost of a run as text: the lines that the terminal and the report share, and the cost section of the report."""
+"""Cost of a run as lines of text, which the terminal and the report share."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 from undula.plan.fleet import SPOT
 from undula.plan.prices import MARKETS
 from undula.report.data.cost import Cost, Unpriced
-from undula.report.render.html import Share, shares_of
 from undula.report.text import counted, dollars, duration, printable
 
 COST_LABELS: Mapping[str, str] = {
@@ -18,22 +16,6 @@ COST_LABELS: Mapping[str, str] = {
     "capacity": "waiting for capacity",
 }
 """Labels of the classes of goodput in a cost."""
-
-
-@dataclass(frozen=True)
-class CostSection:
-    """Cost section of the report."""
-
-    shares: tuple[Share, ...]
-    """Segments of the bar, one for each class; empty if nothing has a price."""
-    lines: tuple[tuple[str, str], ...]
-    """Labels and values below the bar."""
-
-
-def cost_section(cost: Cost) -> CostSection:
-    """Return the cost section of the report."""
-    shares = shares_of(cost.dollars, "g-", COST_LABELS, dollars) if cost.total else ()
-    return CostSection(shares, tuple(cost_lines(cost)))
 
 
 def cost_lines(cost: Cost) -> list[tuple[str, str]]:
