@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 import pytest
 from waiting import wait_until
 
-from undula.processes import signal_group
+from undula.state.processes import signal_group
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient

@@ -20,7 +20,7 @@ from forking.interpreter import write_interpreter
 
 from undula.cluster.local import LocalCluster, local_cluster
 from undula.errors import ClusterError
-from undula.processes import descendants, send_signal
+from undula.state.processes import descendants, send_signal
 from undula.testing.nodes import Nodes, nodes
 
 SETTLE_S = 10.0

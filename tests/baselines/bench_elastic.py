@@ -30,8 +30,8 @@ import psutil
 from tests.baselines.foreign import torchft_path
 from tests.baselines.result import print_and_write
 from undula.data.prepare.corpora import stdlib_text
-from undula.processes import descendants, end_group, send_signal
 from undula.state.ledger import read_ledger
+from undula.state.processes import descendants, end_group, send_signal
 from undula.storage import open_store
 from undula.testing.nodes import Nodes, nodes
 

@@ -17,11 +17,11 @@ from alone import train_alone
 from chaos_kit import PACE_S, Running, assert_certified, events_in, have_nodes
 from small_text import ENDLESS
 
-from undula.processes import descendants, is_alive, send_signal
 from undula.report.data.certificate import certify, data_of
 from undula.report.data.run_record import read_run
 from undula.state.events import CrashEvent, StartEvent
 from undula.state.ledger import read_ledger
+from undula.state.processes import descendants, is_alive, send_signal
 from undula.storage import open_store
 from undula.testing.chaos import Chaos, start_driver
 from undula.testing.nodes import Nodes

@@ -11,10 +11,10 @@ import pytest
 from jobs_kit import Finished, Jobs, await_checkpoint, relative_difference
 
 from undula.cluster.local import LocalCluster, local_cluster
-from undula.processes import descendants, send_signal
 from undula.state.commit import find_commits
 from undula.state.events import CrashEvent, StartEvent, WarningEvent
 from undula.state.ledger import events_of, last_event
+from undula.state.processes import descendants, send_signal
 from undula.storage import open_store
 
 STEPS = 90

@@ -9,9 +9,9 @@ from chaos_kit import SLOW_S, Running, command, have_nodes, release, wrapped
 from mlflow_server import mlflow_server
 from trackers_kit import assert_on_tensorboard, first_commits, values_by_step
 
-from undula.processes import send_signal
 from undula.state.events import CheckpointEvent, StartEvent, TrackerEvent
 from undula.state.ledger import read_ledger
+from undula.state.processes import send_signal
 from undula.storage import open_store
 from undula.testing.chaos import Chaos, start_driver
 from undula.testing.faults import parse_faults

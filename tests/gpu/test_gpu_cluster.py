@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from undula.processes import send_signal
 from undula.state.events import CrashEvent, StartEvent
 from undula.state.ledger import events_of, read_ledger
+from undula.state.processes import send_signal
 from undula.storage import Store, open_store
 from undula.testing.chaos import Chaos, Driver, start_driver
 from undula.testing.nodes import Nodes, nodes

@@ -7,7 +7,7 @@ import sys
 import pytest
 from jobs_kit import STREAMED, Finished, Jobs, await_checkpoint
 
-from undula.processes import signal_group
+from undula.state.processes import signal_group
 from undula.storage import open_store
 
 STEPS = 60

@@ -19,7 +19,7 @@ from forking.drivers import with_forked_drivers
 from waiting import wait_until
 
 from undula.cluster.local import LocalCluster, local_cluster
-from undula.processes import send_signal, signal_group
+from undula.state.processes import send_signal, signal_group
 from undula.storage import open_store
 from undula.testing.nodes import Nodes, nodes
 

@@ -18,8 +18,8 @@ from jobs_kit import LANGUAGE_MODEL, SMALL, Jobs
 from waiting import wait_until
 
 from undula.cluster.local import _ray_start, free_ports, job_api_answers
-from undula.processes import kill_tree, send_signal
 from undula.state.ledger import read_ledger, steps_done
+from undula.state.processes import kill_tree, send_signal
 from undula.storage import open_store
 
 LIMIT_S = 300.0

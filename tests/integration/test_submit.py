@@ -17,8 +17,8 @@ from forking.interpreter import write_interpreter
 from jobs_kit import ROOT, SMALL, Jobs
 
 from undula.cluster.local import job_api_answers, local_cluster
-from undula.processes import send_signal, signal_group
 from undula.state.ledger import read_ledger
+from undula.state.processes import send_signal, signal_group
 from undula.storage import open_store
 
 UNDULA = (str(Path(sys.executable).parent / "undula"),)

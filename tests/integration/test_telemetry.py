@@ -15,10 +15,10 @@ from pathlib import Path
 import pytest
 from jobs_kit import LANGUAGE_MODEL, PLAN, Finished, Jobs, job_json, relative_difference
 
-from undula.processes import signal_group
 from undula.report.data.run_record import read_run
 from undula.state.events import ValidationEvent
 from undula.state.ledger import events_of
+from undula.state.processes import signal_group
 from undula.storage import Store
 
 

@@ -20,7 +20,7 @@ from pathlib import Path
 import psutil
 
 from undula.errors import ClusterError
-from undula.processes import end_group, is_alive
+from undula.state.processes import end_group, is_alive
 
 DEFAULT_DASHBOARD = "http://127.0.0.1:8265"
 START_TIMEOUT_S = 180.0

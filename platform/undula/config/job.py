@@ -15,10 +15,9 @@ from undula.config.secrets import hide_secrets, same_value
 from undula.config.yaml_file import Setting, flatten, load_file, validated
 from undula.elastic.pure.spec import HorovodSpec, WorkersSpec
 from undula.errors import STRICT, SpecError
-from undula.plan.precision import FP32
 from undula.state.defaults import DEFAULT_RUNS, RUNS_VARIABLE, default_runs
 from undula.telemetry.registry import TrackersSpec
-from undula.train.job import JobSettings
+from undula.train.job import FORMER_PRECISION, JobSettings
 
 LOGICAL = ("plan.", "precision.", "schedule.", "gradient.", "deterministic", "config.")
 """Keys that define the logical run. They cannot change when a run resumes."""
@@ -176,7 +175,7 @@ def as_tree(spec: Any) -> dict[str, Any]:
     return json.loads(TypeAdapter(type(spec)).dump_json(spec))  # type: ignore[no-any-return]
 
 
-_LATER_SECTIONS = {"precision": as_tree(FP32)}
+_LATER_SECTIONS = {"precision": as_tree(FORMER_PRECISION)}
 """Sections that jobs of older versions lack, with the values by which these versions trained."""
 
 

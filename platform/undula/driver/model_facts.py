@@ -27,11 +27,10 @@ from undula.parallel.compile import problem_of_compilation
 from undula.parallel.parameters import features_of_model
 from undula.parallel.units import problem_of_units
 from undula.plan.plan import Plan
-from undula.recovery.worker_state import WorkerState
 from undula.state.model_state import Shapes, model_shapes
 from undula.train.job import Job
 from undula.train.run import Run
-from undula.train.session import Check, Maps
+from undula.train.session import Check, Kept, Maps
 from undula.train.single_process import local_world
 
 
@@ -115,13 +114,12 @@ class _Probe:
 
     def __init__(self, loaded: LoadedSpec, num_rows: int | None, stack: ExitStack):
         self.job = Job.of(loaded.spec, run_url=loaded.spec.run_url, config=loaded.config)
-        self.worker = WorkerState()
         self._loaded, self._stack = loaded, stack
         self.data: ScriptData | None = None
         self.refusal: UndulaError | None = None
         """Error for what the script passed; the script may have caught it."""
         self._plan: Plan | None = None
-        stack.callback(self.worker.close_kept)
+        self._kept: dict[str, Any] = {}
         if num_rows is not None:
             self._plan = Plan(self.job.plan, num_rows)
             self._enter_meta_device()
@@ -134,6 +132,16 @@ class _Probe:
             )
             raise self.refusal
         return self._plan
+
+    def keep(self, name: str, make: Callable[[], Kept], close: Callable[[Kept], None] | None) -> Kept:
+        if name not in self._kept:
+            self._kept[name] = made = make()
+            if close is not None:
+                self._stack.callback(close, made)
+        return self._kept[name]  # type: ignore[no-any-return]
+
+    def alive(self) -> None:
+        """Do nothing, because the driver waits for the script."""
 
     def gather(self, value: object) -> list[Any]:
         return [value]

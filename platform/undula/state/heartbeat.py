@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from pydantic import TypeAdapter
 
 from undula.errors import RunError, StorageError
-from undula.processes import ProcessIdentity, is_known_to_have_ended, own_identity
+from undula.state.processes import ProcessIdentity, is_known_to_have_ended, own_identity
 from undula.storage import Store
 
 HEARTBEAT_FILE = "heartbeat.json"

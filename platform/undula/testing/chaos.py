@@ -18,10 +18,10 @@ import psutil
 
 from undula.cluster.local import LocalCluster
 from undula.errors import ClusterError
-from undula.processes import is_alive, send_signal
 from undula.state.events import FaultEvent, GroupEvent
 from undula.state.ledger import EventWriter, last_event, read_ledger
 from undula.state.ledger_files import LEDGER
+from undula.state.processes import is_alive, send_signal
 from undula.storage import Entry, Store
 from undula.testing.faults import Action, Fault
 from undula.testing.nodes import Nodes

@@ -27,8 +27,8 @@ from ray.autoscaler.tags import (
 
 from undula.cluster.local import LocalCluster, local_cluster
 from undula.plan.fleet import MACHINE, MARKET, TYPE
-from undula.processes import ProcessIdentity, find_process, identity_of, is_alive, kill_tree
 from undula.state.defaults import MEMORY
+from undula.state.processes import ProcessIdentity, find_process, identity_of, is_alive, kill_tree
 from undula.testing.machine import MACHINE_FILE, NOTICE
 
 HEAD = "head"

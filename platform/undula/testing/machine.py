@@ -18,7 +18,7 @@ from typing import Any
 
 import psutil
 
-from undula.processes import POLL_INTERVAL_S, descendants, is_alive, send_signal
+from undula.state.processes import POLL_INTERVAL_S, descendants, is_alive, send_signal
 from undula.testing.metadata import metadata_server
 
 MACHINE_FILE = "machine.json"

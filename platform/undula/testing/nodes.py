@@ -19,8 +19,8 @@ import psutil
 from undula.cluster.local import LocalCluster, free_ports, local_cluster
 from undula.elastic.ray.gcs import Head
 from undula.errors import ClusterError
-from undula.processes import descendants, kill_tree
 from undula.state.defaults import MEMORY
+from undula.state.processes import descendants, kill_tree
 
 ATTEMPT_LIMIT_S = 60.0
 """Maximum seconds of an attempt to start a node, which takes half of it while three others start on two cores."""

@@ -21,15 +21,13 @@ from undula.data.script.items import Collate, Items
 from undula.data.stored.maps import SampleFunction
 from undula.errors import UsageError
 from undula.plan.plan import Plan
-from undula.recovery.progress import VALIDATE
-from undula.recovery.worker_state import Kept
 from undula.state.events import LogEvent
 from undula.state.goals import LOSS
 from undula.state.pieces import RankState
 from undula.train.loop import TrainingLoop
 from undula.train.parts import GivenParts
 from undula.train.script_state import AfterStep, Capture, Restore
-from undula.train.session import Check, Session
+from undula.train.session import Check, Kept, Session
 from undula.train.step import Step
 from undula.train.validation import ValidationFunction
 
@@ -76,7 +74,7 @@ class Run:
             make: Function that makes it.
             close: Function that is called with it before the process ends; None for none.
         """
-        return self._session.worker.keep(f"of the script: {name}", make, close)
+        return self._session.keep(f"of the script: {name}", make, close)
 
     def dataset(
         self,
@@ -228,7 +226,7 @@ class Run:
         A worker counts as hung if nothing happens for 600 seconds, or for `workers.hang_limit_s` if that is more. Call this in long work
         of the script, such as its own validation, once for each part of it.
         """
-        self._session.worker.enter(VALIDATE)
+        self._session.alive()
 
     def _begun(self, name: str) -> TrainingLoop:
         if self._loop is None:

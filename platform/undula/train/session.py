@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Collection
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -14,8 +14,7 @@ from undula.data.script.loader_processes import Loader
 from undula.data.stored.maps import SampleFunction
 from undula.parallel.engines.select import MakeEngine, make_engine
 from undula.plan.plan import Plan
-from undula.recovery.progress import BETWEEN_STEPS
-from undula.recovery.worker_state import WorkerState
+from undula.recovery.progress import BETWEEN_STEPS, VALIDATE
 from undula.train.job import Job
 from undula.train.loop import TrainingLoop
 from undula.train.model import PlacedModel, place_model
@@ -26,6 +25,7 @@ from undula.train.script_state import AfterStep
 from undula.train.setup import RunSetup
 from undula.train.validation import ValidationFunction
 
+Kept = TypeVar("Kept")
 Check = Callable[[Collection[str]], None]
 """Check of a script, which gets the dotted keys of the job that the user has set."""
 Maps = tuple[SampleFunction | None, SampleFunction | None]
@@ -36,14 +36,18 @@ class Session(Protocol):
     """What stands behind a run. Every run of a script has the same members and refuses the same things, whatever its session."""
 
     job: Job
-    worker: WorkerState
-    """State of this process, which may outlive the run."""
     device: torch.device
     rank: int
     world_size: int
 
     @property
     def plan(self) -> Plan: ...
+
+    def keep(self, name: str, make: Callable[[], Kept], close: Callable[[Kept], None] | None) -> Kept:
+        """Return an object that is made once in this process, which may outlive the run."""
+
+    def alive(self) -> None:
+        """Record that the script makes progress."""
 
     def samples_of(self, data: ScriptData, training: Items, validation: Items | None) -> SampleSource | None:
         """Accept a dataset of the script, and return its samples; None if nothing will read them.
@@ -84,18 +88,24 @@ class GroupSession:
 
     def __init__(self, setup: RunSetup, engine_of: MakeEngine | None = None):
         self.setup = setup
-        self.job, self.worker, self.plan = setup.job, setup.worker, setup.plan
+        self.job, self.plan = setup.job, setup.plan
         self.rank, self.world_size, self.device = setup.layout.rank, setup.layout.world_size, setup.layout.device
         self._make_engine = engine_of or partial(make_engine, settings=setup.job.engine_settings)
         if self.job.deterministic:
             compute_deterministically()
         seed_weights(self.job.plan.seed)
 
+    def keep(self, name: str, make: Callable[[], Kept], close: Callable[[Kept], None] | None) -> Kept:
+        return self.setup.worker.keep(name, make, close)
+
+    def alive(self) -> None:
+        self.setup.worker.enter(VALIDATE)
+
     def samples_of(self, data: ScriptData, training: Items, validation: Items | None) -> ScriptSamples:
         require_same(data, self.job)
 
         def loader_of(name: str) -> Loader:
-            return self.worker.keep(name, lambda: Loader(data.num_workers), Loader.close)
+            return self.keep(name, lambda: Loader(data.num_workers), Loader.close)
 
         return ScriptSamples(self.job, data, self.setup.virtual_workers, training, validation, loader_of)
 
@@ -106,7 +116,7 @@ class GroupSession:
         return place_model(module, self.job, self.plan, self.setup.layout, self._make_engine)
 
     def gather(self, value: object) -> list[Any]:
-        self.worker.enter(BETWEEN_STEPS)
+        self.setup.worker.enter(BETWEEN_STEPS)
         values: list[Any] = [None] * self.world_size
         dist.all_gather_object(values, value, group=self.setup.layout.control)
         return values

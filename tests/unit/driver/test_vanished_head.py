@@ -13,7 +13,7 @@ from ray.job_submission import JobStatus
 from undula.cluster.local import free_ports, job_api_answers
 from undula.driver import follow, submit
 from undula.errors import ClusterError
-from undula.processes import send_signal
+from undula.state.processes import send_signal
 
 SERVER = """
 import asyncio, sys

@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 
 from undula.errors import RunError
 from undula.plan.plan import Plan, PlanSpec
-from undula.processes import ProcessIdentity, identity_of, own_identity
 from undula.state import heartbeat
 from undula.state.events import CheckpointEvent, LossEvent, StartEvent, ValidationEvent
 from undula.state.heartbeat import (
@@ -27,6 +26,7 @@ from undula.state.heartbeat import (
     refuse_another_driver,
 )
 from undula.state.ledger import LedgerWriter
+from undula.state.processes import ProcessIdentity, identity_of, own_identity
 from undula.state.records import StepRow
 from undula.storage import Store
 from undula.study import progress

@@ -14,9 +14,9 @@ import pytest
 from waiting import wait_until
 
 from undula.errors import ClusterError
-from undula.processes import is_alive
 from undula.state.events import FaultEvent, GroupEvent
 from undula.state.ledger import EventWriter, events_of, read_ledger
+from undula.state.processes import is_alive
 from undula.storage import Store
 from undula.testing import chaos as module
 from undula.testing.chaos import Chaos, Driver, replay

@@ -25,10 +25,10 @@ from undula.data.script.pickling import dumps
 from undula.elastic.ray.gpus import refuse_unseen_gpus, reserved_device
 from undula.elastic.sockets import cut_connections, cut_sockets, listening_ports
 from undula.errors import ClusterError
-from undula.processes import ProcessIdentity, find_process, own_identity, send_signal
 from undula.recovery.progress import LEFT, ProgressView
 from undula.recovery.snapshot import Age, packed
 from undula.recovery.worker_state import Request, WorkerState
+from undula.state.processes import ProcessIdentity, find_process, own_identity, send_signal
 from undula.train.tracebacks import kept_traceback
 
 PROMPT_END_S = 0.3

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from undula.optim.optimizers import OptimizerConfig, make_optimizer
+from undula import OptimizerConfig, make_optimizer
 from undula.study.checks.rows import EXACT, Row
 from undula.study.quadratic import Floats
 

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import numpy as np
 import torch
 
-from undula.optim.optimizers import OptimizerConfig
+from undula import OptimizerConfig
 from undula.study.checks.optimizers import optimizer_of
 from undula.study.checks.rows import Row
 from undula.study.fits import fit_pareto

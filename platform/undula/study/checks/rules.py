@@ -6,7 +6,7 @@ from math import erf, inf, pi, sqrt
 import numpy as np
 import torch
 
-from undula.optim.optimizers import OptimizerConfig
+from undula import OptimizerConfig
 from undula.plan.noise import Measured, NoiseScale, StepNorms
 from undula.plan.plan import Plan, PlanSpec
 from undula.plan.rules import RULES, RuleName

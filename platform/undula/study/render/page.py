@@ -132,7 +132,8 @@ def _colors(findings: Findings) -> Mapping[str, tuple[str, str]]:
 
 def png(svg: str) -> bytes:
     """Return a figure as PNG, with the letters of the shipped font only."""
-    return svg_to_bytes(svg, zoom=PNG_ZOOM, font_files=[str(FONT)], skip_system_fonts=True)
+    image: bytes = svg_to_bytes(svg, zoom=PNG_ZOOM, font_files=[str(FONT)], skip_system_fonts=True)
+    return image
 
 
 def _facts(findings: Findings) -> list[str]:

@@ -21,7 +21,7 @@ from undula.data.script.items import Items, requests
 from undula.data.script.loader_processes import MOST_LOSSES, Loader
 from undula.errors import UsageError
 from undula.plan.plan import Plan, PlanSpec
-from undula.processes import is_alive, send_signal
+from undula.state.processes import is_alive, send_signal
 
 PLAN = Plan(PlanSpec(global_batch=12, virtual_workers=4, micro_batch=2, epochs=2), ROWS)
 LIMIT_S = 60.0

@@ -13,7 +13,7 @@ import psutil
 import pytest
 from waiting import wait_until
 
-from undula.processes import (
+from undula.state.processes import (
     descendants,
     end_group,
     find_process,
@@ -35,7 +35,7 @@ child.wait()
 IDENTITY = """
 import json
 from dataclasses import asdict
-from undula.processes import own_identity
+from undula.state.processes import own_identity
 print(json.dumps(asdict(own_identity())), flush=True)
 input()
 """
