@@ -1,13 +1,15 @@
 """Tests of the thread that follows a ledger for a tracker: outages, lost answers, resubmissions, and a tracker that hangs."""
 
 import threading
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import pytest
+from ledger_rows import Rows
 from trackers_kit import RUN, TAGS, Followed, KeptTracker
 from waiting import wait_until
 
+from undula.errors import StorageError
 from undula.state.events import EndEvent, Event, FailEvent, StartEvent, StopEvent
 from undula.state.ledger import EventWriter
 from undula.storage import Store
@@ -57,6 +59,27 @@ def test_steps_that_were_stored_although_the_answer_was_lost_are_not_sent_again(
     assert followed.end()
     assert tracker.numbers == list(range(1, 11))
     assert len(tracker.runs) == 2
+
+
+@dataclass(frozen=True)
+class UnreadableStore(Store):
+    """Store whose next lists of files fail."""
+
+    failures: list[str] = field(default_factory=list)
+
+    def names(self, folder: str) -> set[str]:
+        if self.failures:
+            raise StorageError(self.failures.pop())
+        return super().names(folder)
+
+
+def test_a_ledger_that_cannot_be_read_is_no_outage_of_the_tracker(store: Store) -> None:
+    tracker, unreadable = KeptTracker(), UnreadableStore(store.url, failures=["away"] * 3)
+    followed = Followed(unreadable, tracker, Rows(store))
+    followed.rows.add(3)
+    wait_until(lambda: tracker.numbers == [1, 2])
+    assert followed.end()
+    assert (tracker.numbers, followed.reports, len(tracker.runs)) == ([1, 2, 3], [], 1)
 
 
 def test_the_next_submission_sends_what_the_last_one_could_not(store: Store) -> None:
