@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 
 Floats = np.ndarray[Any, np.dtype[np.float64]]
-Bools = np.ndarray[Any, np.dtype[np.bool_]]
 
 MAX_STEPS = 2**40
 """Number of steps after which a target counts as never reached."""
@@ -107,34 +106,6 @@ def momentum_moments(model: NoisyQuadratic, batch: float, rates: Floats, momentu
         (zero, zero, zero, one),
     )
     return np.stack([np.stack(row, axis=-1) for row in rows], axis=-2)
-
-
-def momentum_steps(model: NoisyQuadratic, batch: float, rates: Floats, target: float, momentum: float) -> Floats:
-    """Return the steps as in `sgd_steps` for heavy-ball momentum that starts at v = 0.
-
-    If the loss oscillates about the target, the result is one of its crossings. The matrix of a step is squared until its power reaches the
-    target. The number of steps is then composed of these powers, starting with the largest. This takes about 2 log2(steps) products.
-    """
-    steps = np.full(len(rates), np.inf)
-    stable = np.flatnonzero(rates * model.curvature.max() < 2 * (1 + momentum))
-    state = np.zeros((len(stable), len(model.start), 4, 1))
-    state[..., 0, 0], state[..., 3, 0] = model.start, 1.0
-
-    def above(at: Floats) -> Bools:
-        found: Bools = model.loss(at[..., 0, 0]) > target
-        return found
-
-    powers = [momentum_moments(model, batch, rates[stable], momentum)]
-    while 2 ** len(powers) < MAX_STEPS and np.any(above(powers[-1] @ state)):
-        powers.append(powers[-1] @ powers[-1])
-    reached, passed = ~above(powers[-1] @ state), np.zeros(len(stable))
-    for exponent in reversed(range(len(powers))):
-        further = powers[exponent] @ state
-        go = above(further)
-        state = np.where(go[:, None, None, None], further, state)
-        passed += go * 2.0**exponent
-    steps[stable] = np.where(reached, passed + 1, np.inf)
-    return steps
 
 
 def best_of(steps: Floats, rates: Floats) -> Best:

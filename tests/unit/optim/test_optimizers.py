@@ -212,26 +212,6 @@ def test_a_jobs_optimizer_is_checked_with_its_yaml(tmp_path: Path) -> None:
     )
 
 
-@pytest.mark.parametrize(("name", "title"), [("lars", "LARS"), ("lamb", "LAMB")])
-def test_sparse_gradients_are_refused(name: str, title: str) -> None:
-    module = nn.Embedding(4, 2, sparse=True)
-    module(torch.tensor([1])).sum().backward()
-    with pytest.raises(RunError, match=f"^{title} does not support sparse gradients; .* sparse=False or use SGD$"):
-        make_optimizer(module, config(name), LR).step()
-
-
-@pytest.mark.parametrize("name", LAYERWISE)
-def test_a_parameter_without_a_gradient_does_not_move_and_has_no_state(name: str) -> None:
-    module = network()
-    module.out.weight.grad = None
-    before = module.out.weight.detach().clone()
-    optimizer = make_optimizer(module, config(name), LR)
-    optimizer.step()
-    assert torch.equal(module.out.weight, before)
-    assert optimizer.state.get(module.out.weight) is None
-    assert module.words.weight in optimizer.state
-
-
 @pytest.mark.parametrize("name", LAYERWISE)
 def test_parameters_of_several_dtypes_move_as_they_do_separately(name: str) -> None:
     def step(*modules: nn.Linear) -> list[Tensor]:
@@ -251,18 +231,30 @@ def test_parameters_of_several_dtypes_move_as_they_do_separately(name: str) -> N
 
 
 @pytest.mark.parametrize("name", LAYERWISE)
-def test_a_step_does_not_change_gradients_and_returns_the_loss_of_the_closure(name: str) -> None:
+def test_a_step_changes_neither_gradients_nor_a_parameter_without_one_and_returns_the_loss(name: str) -> None:
     module, before = network(), network()
+    module.out.weight.grad = None
 
     def closure() -> float:
         assert torch.is_grad_enabled()
         return 0.25
 
-    assert make_optimizer(module, config(name), LR).step(closure) == 0.25
-    for parameter, former in zip(module.parameters(), before.parameters(), strict=True):
-        assert parameter.grad is not None
-        assert former.grad is not None
-        assert torch.equal(parameter.grad, former.grad)
+    optimizer = make_optimizer(module, config(name), LR)
+    assert optimizer.step(closure) == 0.25
+    for (key, parameter), former in zip(module.named_parameters(), before.parameters(), strict=True):
+        has_gradient = key != "out.weight"
+        assert torch.equal(parameter, former) != has_gradient
+        assert (optimizer.state.get(parameter) is not None) == has_gradient
+        assert torch.equal(parameter.grad, former.grad) if has_gradient else parameter.grad is None  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", LAYERWISE)
+def test_sparse_gradients_are_refused(name: str) -> None:
+    module = nn.Embedding(4, 2, sparse=True)
+    module(torch.tensor([1])).sum().backward()
+    problem = f"^{name.upper()} does not support sparse gradients; .* sparse=False or use SGD$"
+    with pytest.raises(RunError, match=problem):
+        make_optimizer(module, config(name), LR).step()
 
 
 def test_lamb_refuses_complex_numbers() -> None:
@@ -270,18 +262,18 @@ def test_lamb_refuses_complex_numbers() -> None:
         make_optimizer(nn.Linear(2, 2, dtype=torch.complex64), config("lamb"), LR)
 
 
-def _stepped(rank: int, world_size: int, is_sharded: bool) -> dict[str, list[float]]:
-    """Return the weights after three steps of each optimizer. All ranks have the same samples, so the mean is that of one rank."""
+def _stepped(rank: int, world_size: int, is_sharded: bool, dtype: torch.dtype) -> dict[str, list[float]]:
+    """Return the weights after steps of each optimizer. All ranks have the same samples, so the mean is that of one rank."""
     found = {}
     for name in LAYERWISE:
         torch.manual_seed(3)
-        module = nn.Sequential(nn.Linear(5, 7), nn.LayerNorm(7), nn.Tanh(), nn.Linear(7, 3))
+        module = nn.Sequential(nn.Linear(5, 7), nn.LayerNorm(7), nn.Tanh(), nn.Linear(7, 3)).to(dtype)
         if is_sharded:
             fully_shard(module[0])
             fully_shard(module)
         optimizer = make_optimizer(module, config(name), 10.0 if name == "lars" else 0.1)
-        for _ in range(3):
-            module(torch.randn(6, 5)).square().mean().backward()
+        for _ in range(3 if dtype == torch.float32 else 1):
+            module(torch.randn(6, 5).to(dtype)).square().mean().backward()
             optimizer.step()
             optimizer.zero_grad()
         whole = [each.full_tensor() if isinstance(each, DTensor) else each for each in module.parameters()]
@@ -289,13 +281,17 @@ def _stepped(rank: int, world_size: int, is_sharded: bool) -> dict[str, list[flo
     return found
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
-def test_norms_are_those_of_whole_parameters_if_ranks_have_shards(world_size: int) -> None:
+@pytest.mark.parametrize(
+    ("world_size", "dtype", "rel"), [(2, torch.float32, 1e-5), (4, torch.float32, 1e-5), (2, torch.bfloat16, 0.01)]
+)
+def test_norms_are_those_of_whole_parameters_if_ranks_have_shards(
+    world_size: int, dtype: torch.dtype, rel: float
+) -> None:
     """Matrices of seven and three rows give shards of different norms and, on four ranks, an empty shard."""
-    alone = _stepped(0, 1, is_sharded=False)
-    for found in on_ranks(world_size, _stepped, True):
+    alone = _stepped(0, 1, False, dtype)
+    for found in on_ranks(world_size, _stepped, True, dtype):
         for name in LAYERWISE:
-            assert found[name] == pytest.approx(alone[name], rel=1e-5, abs=1e-6)
+            assert found[name] == pytest.approx(alone[name], rel=rel, abs=rel / 10)
 
 
 def runs_of(job: Job) -> dict[str, Job]:
@@ -360,23 +356,3 @@ def test_norms_of_16_bit_parameters_are_computed_in_32_bits(name: str, dtype: to
     moved = 0.5 - module.weight.detach().double()
     expected = 0.5 * (0.25 if name == "lars" else 1.0) * 0.5  # lr times the trust coefficient times the weight
     assert torch.allclose(moved, torch.tensor(expected, dtype=torch.float64), rtol=0.01)
-
-
-def _sharded_in_16_bits(rank: int, world_size: int, name: str) -> list[float]:
-    torch.manual_seed(0)
-    module = nn.Linear(6, 4, dtype=torch.bfloat16)
-    fully_shard(module)
-    optimizer = make_optimizer(module, config(name), LR)
-    module(torch.ones(2, 6, dtype=torch.bfloat16)).sum().backward()
-    optimizer.step()
-    weight = module.weight
-    assert isinstance(weight, DTensor)
-    found: list[float] = weight.full_tensor().flatten().tolist()
-    return found
-
-
-@pytest.mark.parametrize("name", LAYERWISE)
-def test_shards_of_16_bit_parameters_are_updated_like_whole_ones(name: str) -> None:
-    (alone,) = on_ranks(1, _sharded_in_16_bits, name)
-    for found in on_ranks(2, _sharded_in_16_bits, name):
-        assert found == pytest.approx(alone, rel=0.01)

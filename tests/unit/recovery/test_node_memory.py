@@ -78,16 +78,25 @@ class Group:
         writer = SnapshotWriter(self.folder, "plan", attempt, rank, 1)
         return RankSnapshots(live, writer, None, replace(layout, rank=rank, local_rank=rank), self.worker)
 
-    def step(self, done: int) -> None:
-        """Commit a step, and take a snapshot of it."""
+    def step(self, *steps: int) -> "Group":
+        """Commit steps, and take a snapshot of each."""
+        for done in steps:
+            self.wait()
+            lacks = any(rank.lacks_piece for rank in self.ranks)
+            for rank in self.ranks:
+                event = rank.agreed(done, lacks, is_sending=False)
+                self.warnings += [event.detail] if isinstance(event, WarningEvent) else []
+            for rank in self.ranks:
+                rank.begin(done, [], is_sent=False)
+        return self
+
+    def wait(self) -> None:
         for rank in self.ranks:
             rank.wait()
-        lacks = any(rank.lacks_piece for rank in self.ranks)
+
+    def save(self, step: int) -> None:
         for rank in self.ranks:
-            event = rank.agreed(done, lacks, is_sending=False)
-            self.warnings += [event.detail] if isinstance(event, WarningEvent) else []
-        for rank in self.ranks:
-            rank.begin(done, [], is_sent=False)
+            rank.checkpoint_committed(step)
 
     def end(self) -> None:
         for rank in self.ranks:
@@ -103,8 +112,7 @@ def states(folder: Path) -> list[tuple[int, int]]:
 
 def test_the_ranks_of_a_node_exceed_the_limit_neither_together_nor_for_a_moment(node: Node) -> None:
     group = Group(node, 1, ranks=4, pages=48)  # the slots of a rank take 24 of 100 pages
-    for step in (1, 2, 3):
-        group.step(step)
+    group.step(1, 2, 3)
     assert len(group.warnings) == 4
     assert node.most <= node.memory / 2
     assert taken(node.folder) == 0
@@ -113,8 +121,7 @@ def test_the_ranks_of_a_node_exceed_the_limit_neither_together_nor_for_a_moment(
 
 def test_a_state_that_fits_is_kept_twice(node: Node) -> None:
     group = Group(node, 1, ranks=4, pages=24)
-    for step in (1, 2, 3):
-        group.step(step)
+    group.step(1, 2, 3)
     group.end()
     assert group.warnings == []
     assert states(group.folder) == [(1, 2), (1, 3)]
@@ -124,8 +131,7 @@ def test_a_state_that_fits_is_kept_twice(node: Node) -> None:
 def test_runs_on_one_node_count_the_memory_that_others_have_reserved(node: Node) -> None:
     first, second = (Group(node, 1, ranks=2, pages=20, run=run) for run in ("one", "two"))
     first.step(1)
-    for rank in first.ranks:
-        rank.wait()
+    first.wait()
     second.step(1)  # 60 of 100 pages are left, although the first run has filled only one slot
     first.step(2)
     second.step(2)
@@ -136,15 +142,12 @@ def test_runs_on_one_node_count_the_memory_that_others_have_reserved(node: Node)
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_the_snapshots_of_the_former_attempt_stay_until_all_ranks_have_stored_a_new_one(node: Node, ranks: int) -> None:
     former = Group(node, 1, ranks=3, pages=24)
-    former.step(1)
-    former.step(2)
-    former.end()
+    former.step(1, 2).end()
     group = Group(node, 2, ranks, pages=8 * ranks)
     group.step(3)
     group.ranks[0].wait()
     assert (1, 2) in states(group.folder)
-    group.step(4)
-    group.step(5)
+    group.step(4, 5)
     group.end()
     assert [int(each.name) for each in group.folder.iterdir()] == [2]  # also without the slots of ranks that are gone
     assert taken(node.folder) == 2 * 8 * ranks * PAGE
@@ -152,16 +155,12 @@ def test_the_snapshots_of_the_former_attempt_stay_until_all_ranks_have_stored_a_
 
 def test_a_state_that_does_not_fit_beside_that_of_the_former_attempt_leaves_it_until_a_checkpoint(node: Node) -> None:
     former = Group(node, 1, ranks=2, pages=24)
-    former.step(1)
-    former.step(2)
-    former.end()
+    former.step(1, 2).end()
     group = Group(node, 2, ranks=2, pages=32)
-    group.step(3)
-    group.step(4)
+    group.step(3, 4)
     assert len(group.warnings) == 2
     assert states(group.folder) == [(1, 1), (1, 2)]
-    for rank in group.ranks:
-        rank.checkpoint_committed(4)
+    group.save(4)
     assert taken(node.folder) == 0
 
 
@@ -170,32 +169,26 @@ def test_a_node_that_runs_out_of_memory_leaves_the_last_complete_state_until_a_c
 ) -> None:
     group = Group(node, 1, ranks=2, pages=8)
     group.step(1)
-    for rank in group.ranks:
-        rank.wait()
+    group.wait()
 
     monkeypatch.setattr(snapshot_writer.os, "posix_fallocate", Mock(side_effect=OSError(28, "No space left on device")))
-    group.step(2)
-    group.step(3)
+    group.step(2, 3)
     assert group.warnings == ["[Errno 28] No space left on device"] * 2
     assert states(group.folder) == [(1, 1)]
     assert taken(node.folder) == 8 * PAGE
-    for rank in group.ranks:
-        rank.checkpoint_committed(0)  # of an earlier step than the snapshot that is kept
+    group.save(0)  # of an earlier step than the snapshot that is kept
     assert taken(node.folder) == 8 * PAGE
-    for rank in group.ranks:
-        rank.checkpoint_committed(2)
+    group.save(2)
     assert taken(node.folder) == 0
 
 
 def test_a_state_that_grows_beyond_the_memory_leaves_the_last_complete_one(node: Node) -> None:
     group = Group(node, 1, ranks=2, pages=8)
-    for step in (1, 2, 3):
-        group.step(step)
+    group.step(1, 2, 3)
     larger = Group(node, 1, ranks=2, pages=60)
     for rank, other in zip(group.ranks, larger.ranks, strict=True):
         rank._live = other._live
-    group.step(4)
-    group.step(5)
+    group.step(4, 5)
     assert len(group.warnings) == 2
     assert states(group.folder) == [(1, 3)]
     assert taken(node.folder) == 8 * PAGE
@@ -204,10 +197,8 @@ def test_a_state_that_grows_beyond_the_memory_leaves_the_last_complete_one(node:
 def test_a_process_of_a_former_attempt_cannot_change_the_snapshots_of_the_new_one(node: Node) -> None:
     late, group = Group(node, 1, ranks=2, pages=8), Group(node, 2, ranks=2, pages=8)
     late.step(1)
-    for step in (2, 3):
-        group.step(step)
+    group.step(2, 3)
     group.end()
-    late.step(4)
-    late.step(5)
+    late.step(4, 5)
     assert states(group.folder) == [(2, 2), (2, 3)]
     assert len(late.warnings) == 2

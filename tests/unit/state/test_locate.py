@@ -53,12 +53,9 @@ def test_the_directory_of_a_study_has_a_study(home: Path) -> None:
     assert locate_study("rates").url == "rates"
 
 
-def test_a_path_is_used_unchanged(home: Path) -> None:
+def test_a_path_or_url_is_used_unchanged(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert locate_run(f"{home}/none").url == f"{home}/none"
     assert locate_run("~/none").url == f"{home}/home/none"
-
-
-def test_a_url_is_used_unchanged(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "testing")
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "testing")
     forget_clients()

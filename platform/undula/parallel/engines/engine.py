@@ -75,6 +75,7 @@ class Engine:
         self.module = module
         self.parameters = parameters_of(module)
         self._accumulator.close()
+        self._accumulator = Accumulator(module)  # frees the memory of the former one before the next one takes its own
         self._accumulator = self._accumulate(module)
 
     def compute_in(self, dtype: torch.dtype) -> None:
