@@ -1,4 +1,4 @@
-"""Files of the formats that `undula data convert` reads."""
+"""Files of the formats that `undula data convert` reads, and what becomes of them."""
 
 import io
 import json
@@ -8,6 +8,10 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pytest
+
+from undula.data.prepare.sources import open_source
+from undula.errors import ManifestError
 
 ROWS = 57
 TABLE = pa.table({"n": np.arange(ROWS), "x": np.arange(ROWS) / 4, "name": [f"row {row}" for row in range(ROWS)]})
@@ -30,7 +34,25 @@ def arrow(file: Path, table: pa.Table) -> None:
         writer.write_table(table, max_chunksize=10)
 
 
-def add(archive: tarfile.TarFile, name: str, data: bytes) -> None:
-    member = tarfile.TarInfo(name)
-    member.size = len(data)
-    archive.addfile(member, io.BytesIO(data))
+def tar(file: Path, *members: tuple[str, bytes]) -> None:
+    file.parent.mkdir(exist_ok=True)
+    with tarfile.open(file, "w") as archive:
+        for name, data in members:
+            member = tarfile.TarInfo(name)
+            member.size = len(data)
+            archive.addfile(member, io.BytesIO(data))
+
+
+def rows(url: Path | str, columns: tuple[str, ...] | None = None) -> list[dict[str, Any]]:
+    source = open_source(str(url), columns)
+    table = pa.concat_tables(source.tables())
+    assert pa.concat_tables(source.tables()).equals(table)  # a source can be read several times
+    assert table.num_rows == source.num_rows
+    assert table.schema == source.schema
+    return [dict(row) for row in table.to_pylist()]
+
+
+def refusal(url: Path | str, columns: tuple[str, ...] | None = None) -> str:
+    with pytest.raises(ManifestError) as refused:
+        rows(url, columns)
+    return str(refused.value)

@@ -2,7 +2,6 @@
 
 import gzip
 import json
-import tarfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,32 +9,16 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from source_files import ROWS, TABLE, add, arrow, saved_to_disk
+from source_files import ROWS, TABLE, arrow, refusal, rows, saved_to_disk, tar
 
-from undula.data.prepare import formats, webdataset
-from undula.data.prepare.sources import open_source
+from undula.data.prepare import formats
 from undula.errors import ManifestError
 from undula.storage import open_store
-
-
-def rows(url: Path | str, columns: tuple[str, ...] | None = None) -> list[dict[str, Any]]:
-    source = open_source(str(url), columns)
-    table = pa.concat_tables(source.tables())
-    assert pa.concat_tables(source.tables()).equals(table)  # a source can be read several times
-    assert table.num_rows == source.num_rows
-    assert table.schema == source.schema
-    return [dict(row) for row in table.to_pylist()]
 
 
 def parquet(file: Path, **columns: Any) -> None:
     file.parent.mkdir(parents=True, exist_ok=True)
     pq.write_table(pa.table(columns), file)
-
-
-def refusal(url: Path | str, columns: tuple[str, ...] | None = None) -> str:
-    with pytest.raises(ManifestError) as refused:
-        rows(url, columns)
-    return str(refused.value)
 
 
 def test_results_of_map_in_a_saved_data_set_are_not_data(tmp_path: Path) -> None:
@@ -235,8 +218,7 @@ def test_compressed_text_is_read(tmp_path: Path, ending: str) -> None:
 def test_a_single_file_of_each_format_is_a_source(tmp_path: Path) -> None:
     for write in (write_parquet, write_csv, write_json, write_arrow):
         write(tmp_path / "one", pa.table({"n": [1, 2]}))
-    with tarfile.open(tmp_path / "one.tar", "w") as archive:
-        add(archive, "0.cls", b"1")
+    tar(tmp_path / "one.tar", ("0.cls", b"1"))
     for ending in ("parquet", "csv", "jsonl", "arrow"):
         assert rows(tmp_path / f"one.{ending}") == [{"n": 1}, {"n": 2}]
     assert rows(tmp_path / "one.tar") == [{"cls": 1, "key": "0"}]
@@ -309,73 +291,6 @@ def test_a_column_that_batches_cannot_hold_is_refused_by_name_and_can_be_left_ou
 def test_an_unknown_column_is_refused_with_the_existing_columns(tmp_path: Path) -> None:
     parquet(tmp_path / "a.parquet", n=[1], x=[2])
     assert "has no column 'nope'; its columns are n, x" in refusal(tmp_path, ("n", "nope"))
-
-
-def tar(file: Path, *members: tuple[str, bytes]) -> None:
-    file.parent.mkdir(exist_ok=True)
-    with tarfile.open(file, "w") as archive:
-        for name, data in members:
-            add(archive, name, data)
-
-
-def test_tars_have_one_row_per_sample(tmp_path: Path) -> None:
-    for shard in range(2):
-        members = [
-            (f"train/{row:04d}.{ending}", data)
-            for row in range(shard * 30, shard * 30 + 30)
-            for ending, data in (("jpg", bytes([row, 255])), ("cls", b"%d" % (row % 10)), ("meta.json", b"{}"))
-        ]
-        tar(tmp_path / f"shard-{shard}.tar", *members)
-    samples = rows(tmp_path)
-    assert samples[31] == {"key": "train/0031", "jpg": bytes([31, 255]), "cls": 1, "meta_json": "{}"}
-    assert len(samples) == 60
-
-
-def test_a_missing_member_of_a_sample_is_refused_as_a_null(tmp_path: Path) -> None:
-    tar(tmp_path / "a.tar", ("0.cls", b"1"), ("1.cls", b"2"), ("1.txt", b"two"))
-    assert f"column 'txt' of {tmp_path} has a null in or near row 0" in refusal(tmp_path)
-    assert rows(tmp_path, ("cls",)) == [{"cls": 1}, {"cls": 2}]
-
-
-def test_a_member_that_first_appears_late_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(webdataset, "BATCH_SAMPLES", 2)
-    tar(tmp_path / "a.tar", ("0.cls", b"1"), ("1.cls", b"2"), ("2.cls", b"3"), ("2.txt", b"three"))
-    assert "sample '2' of" in (text := refusal(tmp_path))
-    assert "has a member 'txt', which none of the first 2 samples has" in text
-
-
-def test_members_of_a_tar_that_belong_to_no_sample_are_left_out(tmp_path: Path) -> None:
-    members = [("README", b"about"), ("./a/._0.jpg", b"of macOS"), ("./a/0.JPG", b"x"), ("./a/0.Cls", b"7\n")]
-    tar(tmp_path / "a.tar", *members)
-    assert rows(tmp_path) == [{"key": "a/0", "jpg": b"x", "cls": 7}]
-
-
-@pytest.mark.parametrize(
-    ("members", "problem"),
-    [
-        ([("0.txt", b"a"), ("0.TXT", b"b")], "a.tar has a member '0.TXT' for the column 'txt', which it already has"),
-        ([("0.key", b"a")], "a.tar has a member '0.key' for the column 'key', which is the name of the sample's own"),
-        (
-            [("0.cls", b"99999999999999999999")],
-            "content of .*a.tar: 0.cls does not match its file extension: .*64 bits",
-        ),
-        ([("0.cls", b"cat")], r"content of .*a.tar: 0\.cls does not match its file extension"),
-        ([("0.txt", b"\xff")], "content of .*a.tar: 0.txt does not match its file extension"),
-    ],
-)
-def test_an_odd_member_of_a_tar_is_refused_by_name(
-    tmp_path: Path, members: list[tuple[str, bytes]], problem: str
-) -> None:
-    tar(tmp_path / "a.tar", *members)
-    with pytest.raises(ManifestError, match=problem):
-        rows(tmp_path)
-
-
-def test_a_tar_that_was_cut_is_refused(tmp_path: Path) -> None:
-    tar(tmp_path / "a.tar", ("0.jpg", bytes(5000)), ("1.jpg", bytes(5000)))
-    data = (tmp_path / "a.tar").read_bytes()
-    (tmp_path / "a.tar").write_bytes(data[:8000])
-    assert "a.tar is not an intact tar archive" in refusal(tmp_path)
 
 
 def test_sources_on_s3_are_read(s3: Any, tmp_path: Path) -> None:
