@@ -25,7 +25,7 @@ from undula.cluster.local import LocalCluster
 from undula.storage.etags import forget_forms
 from undula.storage.s3 import forget_clients
 
-pytest_plugins = ["shared_clusters"]
+pytest_plugins = ["shared_clusters", "browser_kit"]
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # otherwise, hundreds of processes would compile the same modules
 settings.register_profile("undula", deadline=None)  # a test on a busy machine must not fail for being slow
 settings.load_profile("undula")

@@ -2,52 +2,26 @@
 
 import json
 import math
-import shutil
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
-from playwright.sync_api import Browser, Locator, Page, sync_playwright
+from browser_kit import Opened, needs_chromium, opened_in
+from playwright.sync_api import Browser
 from priced_run import write_priced_run
+from report_rows import step_of
 
 from undula.cluster.prices import load_prices
 from undula.report.render.page import write_report
 from undula.state.events import CheckpointEvent, CrashEvent, EndEvent, StartEvent, ValidationEvent
 from undula.state.ledger import EventWriter, LedgerWriter
-from undula.state.records import StepRow
 from undula.storage import Store
 
-CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-QUIET = ("--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking",
-         "--disable-component-update", "--disable-sync")  # fmt: skip
 EVIL = "run</title><script>document.title = 'taken'</script>"
 CRASH = "rank 1: <b>lost</b>"
 BEGAN = 1_795_233_000.0
 
-pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no chromium found: run tests/install_chromium.sh")
-
-
-@dataclass
-class Opened:
-    """Open page, with its errors and its network requests."""
-
-    page: Page
-    complaints: list[str] = field(default_factory=list)
-    requests: list[str] = field(default_factory=list)
-
-    def chart(self, key: str, axis: str = "time") -> Locator:
-        return self.page.locator(f".view.{axis} figure[data-key={key}]")
-
-    def hover(self, key: str, fraction: float, axis: str = "time") -> str:
-        """Return the tooltip with the pointer at a fraction of a chart's width."""
-        plot = self.chart(key, axis).locator(".plot")
-        plot.scroll_into_view_if_needed()
-        self.page.evaluate("new Promise(done => requestAnimationFrame(() => requestAnimationFrame(done)))")
-        box = plot.bounding_box()
-        assert box
-        self.page.mouse.move(box["x"] + fraction * box["width"], box["y"] + box["height"] / 2)
-        return self.page.locator("#tip").inner_text()
+pytestmark = needs_chromium
 
 
 def loss_of(step: int) -> float:
@@ -64,25 +38,8 @@ def write_run(store: Store) -> None:
         ledger = LedgerWriter(store, attempt)
         for step in range(start, stop):
             when = BEGAN + began + step - start + 1
-            logged = json.dumps({"grad_norm": 1 + step / 100})
-            row = StepRow(
-                attempt,
-                step,
-                0,
-                (step + 1) * 8,
-                8,
-                3 - attempt,
-                loss_of(step),
-                1e-3,
-                0.1,
-                0.5,
-                0.3,
-                0.1,
-                0,
-                when,
-                logged,
-            )
-            ledger.step(row)
+            values = {"attempt": attempt, "world_size": 3 - attempt, "loss": loss_of(step), "lr": 1e-3, "time": when}
+            ledger.step(step_of(step, **values, logged=json.dumps({"grad_norm": 1 + step / 100})))
             if step % 25 == 24:
                 ledger.event(ValidationEvent(loss_of(step) + 0.5, 9, step=step + 1, time=when))
                 ledger.event(CheckpointEvent(1.0, step=step + 1, time=when))
@@ -98,34 +55,18 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> str:
     return write_report(store)
 
 
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
-    with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=QUIET)
-        yield browser
-        browser.close()
-
-
 @pytest.fixture(params=[1280, 400])
 def opened(browser: Browser, report: str, request: pytest.FixtureRequest) -> Iterator[Opened]:
-    page = browser.new_page(viewport={"width": request.param, "height": 900})
-    opened = Opened(page)
-    page.on("console", lambda message: opened.complaints.append(message.text))
-    page.on("pageerror", lambda error: opened.complaints.append(str(error)))
-    page.on("request", lambda request: opened.requests.append(request.url))
-    page.goto(Path(report).as_uri())
-    yield opened
-    page.close()
+    with opened_in(browser, report, request.param) as opened:
+        yield opened
 
 
-def test_page_logs_nothing_runs_only_its_script_and_requests_nothing(opened: Opened, report: str) -> None:
+def test_page_logs_nothing_runs_only_its_script_and_requests_nothing(opened: Opened) -> None:
     opened.hover("loss", 0.5)
-    assert opened.complaints == []
-    assert [url for url in opened.requests if not url.startswith("data:")] == [Path(report).as_uri()]
+    opened.assert_fits_and_is_quiet()
     assert opened.page.title() == f"{EVIL} · Undula"
     assert opened.page.locator("h1").inner_text() == EVIL
     assert opened.page.locator("b", has_text="lost").count() == 0
-    assert opened.page.evaluate("document.documentElement.scrollWidth <= innerWidth")
 
 
 @pytest.mark.parametrize("axis", ["time", "samples"])
@@ -181,19 +122,15 @@ def test_arrow_keys_move_along_a_curve(opened: Opened) -> None:
 def test_cost_has_a_bar_of_all_classes_and_its_lines(browser: Browser, tmp_path: Path, width: int) -> None:
     store = Store(str(tmp_path))
     write_priced_run(store)
-    page = browser.new_page(viewport={"width": width, "height": 900})
-    complaints: list[str] = []
-    page.on("console", lambda message: complaints.append(message.text))
-    page.goto(Path(write_report(store, lambda events: load_prices())).as_uri())
-    bars = page.locator(".cost .share rect")
-    widths = [box["width"] for box in (bar.bounding_box() for bar in bars.all()) if box]
-    whole = page.locator(".cost .share").bounding_box()
-    assert whole
-    assert sum(widths) == pytest.approx(whole["width"], rel=0.01)
-    assert len({bar.evaluate("each => getComputedStyle(each).fill") for bar in bars.all()}) == 6
-    text = page.locator(".cost").inner_text()
-    assert "waiting for capacity\n$0.144" in text
-    assert "39% saved" in text
-    assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
-    assert complaints == []
-    page.close()
+    with opened_in(browser, write_report(store, lambda events: load_prices()), width) as opened:
+        page = opened.page
+        bars = page.locator(".cost .share rect")
+        widths = [box["width"] for box in (bar.bounding_box() for bar in bars.all()) if box]
+        whole = page.locator(".cost .share").bounding_box()
+        assert whole
+        assert sum(widths) == pytest.approx(whole["width"], rel=0.01)
+        assert len({bar.evaluate("each => getComputedStyle(each).fill") for bar in bars.all()}) == 6
+        text = page.locator(".cost").inner_text()
+        assert "waiting for capacity\n$0.144" in text
+        assert "39% saved" in text
+        opened.assert_fits_and_is_quiet()

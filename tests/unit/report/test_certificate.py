@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 import pytest
+from report_rows import ledger_of
 
 from undula.config.job import as_tree
 from undula.data.planned import PlannedSamples
@@ -16,8 +17,6 @@ from undula.plan.plan import Plan, PlanSpec
 from undula.report.data.certificate import certify, data_of
 from undula.report.data.run_record import JobRecord, RecordedRun
 from undula.state.events import EndEvent
-from undula.state.ledger import Ledger
-from undula.state.ledger_files import EVENT_SCHEMA, STEP_SCHEMA
 from undula.state.records import StepRow
 from undula.storage import Store
 
@@ -49,8 +48,7 @@ def rows(manifest: Manifest, count: int = 10, attempt: int = 1) -> list[StepRow]
 def run(manifest: Manifest, steps: list[StepRow], replaced: list[StepRow] | None = None) -> RecordedRun:
     spec = {"plan": as_tree(SPEC), "data": {"train": manifest.url}}
     job = JobRecord("run", Plan(SPEC, ROWS).digest(manifest.digest), spec)
-    tables = [pa.Table.from_pylist([vars(row) for row in some], schema=STEP_SCHEMA) for some in (steps, replaced or [])]
-    return RecordedRun(job, Ledger(*tables, EVENT_SCHEMA.empty_table()), ())
+    return RecordedRun(job, ledger_of(steps, replaced=replaced or []), ())
 
 
 def test_a_run_as_planned_is_certified(manifest: Manifest) -> None:

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 from priced_run import at, write_priced_run
+from report_rows import step_of
 
 from undula.cli.compare import compare
 from undula.cli.ls import ls
@@ -21,7 +22,6 @@ from undula.report.data.summary import column
 from undula.report.render.comparison import render_comparison
 from undula.state.events import EndEvent, StartEvent, ValidationEvent
 from undula.state.ledger import EventWriter, LedgerWriter
-from undula.state.records import StepRow
 from undula.storage import Store
 
 EVIL = "</script><script>alert(1)</script>"
@@ -35,8 +35,7 @@ def write_run(store: Store, losses: Sequence[float], plan: str = "p", **settings
     events, ledger = EventWriter(store, "test"), LedgerWriter(store, 1)
     events.event(StartEvent(1, 1, step=0, time=1000.0))
     for step, loss in enumerate(losses):
-        row = (1, step, 0, (step + 1) * 8, 8, 1, loss, 0.1, 0.1, 0.5, 0.3, 0.1, step)
-        ledger.step(StepRow(*row, time=1001.0 + step))
+        ledger.step(step_of(step, world_size=1, loss=loss, sample_digest=step, time=1001.0 + step))
         events.event(ValidationEvent(loss, 9, {"accuracy": 1 / loss}, step=step + 1, time=1001.5 + step))
     ledger.close()
     events.event(EndEvent(step=len(losses), time=2000.0))

@@ -1,7 +1,7 @@
 import json
 import math
 import re
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
+from report_rows import ledger_of, step_of
 
 from undula.errors import UndulaError
 from undula.report.data.curves import downsample, markers_of, smooth
@@ -30,26 +31,14 @@ from undula.state.events import (
     WaitingEvent,
 )
 from undula.state.heartbeat import HEARTBEAT_FILE, SILENCE_S, keep_heartbeat
-from undula.state.ledger import Ledger, decode_events
-from undula.state.ledger_files import EVENT_SCHEMA, STEP_SCHEMA
+from undula.state.ledger import decode_events
+from undula.state.ledger_files import EVENT_SCHEMA
 from undula.state.records import StepRow
 from undula.storage import Store
 
 JOB = JobRecord("run", total_steps=10, total_samples=80)
 SOME_FLOATS = st.floats(-1e6, 1e6) | st.sampled_from([math.nan, math.inf, -math.inf])
 SERIES = arrays(np.float64, st.integers(1, 300), elements=SOME_FLOATS)
-
-
-def row(step: int, attempt: int = 1, loss: float = 1.0, world_size: int = 2, time: float = 0.0) -> StepRow:
-    return StepRow(attempt, step, 0, (step + 1) * 8, 8, world_size, loss, 0.1, 0.1, 0.5, 0.3, 0.1, 0, time)
-
-
-def ledger(steps: list[StepRow], events: list[Event], replaced: list[StepRow] | None = None) -> Ledger:
-    return Ledger(
-        steps=pa.Table.from_pylist([asdict(step) for step in steps], schema=STEP_SCHEMA),
-        replaced=pa.Table.from_pylist([asdict(step) for step in replaced or []], schema=STEP_SCHEMA),
-        events=pa.Table.from_pylist([event.row() for event in events], schema=EVENT_SCHEMA),
-    )
 
 
 def start(time: float, step: int = 0) -> Event:
@@ -65,7 +54,7 @@ def end(time: float) -> Event:
 
 
 def summary_of(events: list[Event], now: float) -> RunSummary:
-    return summarize(ledger([], events), JOB, now)
+    return summarize(ledger_of([], events), JOB, now)
 
 
 def test_a_run_that_ended_after_its_last_start_is_finished() -> None:
@@ -83,14 +72,14 @@ VALIDATES_FOR_LONG = (start(0), ValidationEvent(1.0, 9, step=0, time=1.0))
     "events", [(), (start(0),), WAITS_FOR_CAPACITY, VALIDATES_FOR_LONG, (start(0), StopEvent(time=1.0))]
 )
 def test_a_run_whose_driver_is_alive_is_running_however_long_its_ledger_is_silent(events: tuple[Event, ...]) -> None:
-    found = ledger([row(0, time=5)], list(events))
+    found = ledger_of([step_of(0, time=5)], list(events))
     assert summarize(found, JOB, now=10_000, has_driver=True).state == "running"
     assert summarize(found, JOB, now=11, has_driver=False).state == "stopped"
 
 
 def test_a_finished_run_stays_finished() -> None:
     for has_driver in (True, False, None):
-        assert summarize(ledger([], [start(0), end(100)]), JOB, now=101, has_driver=has_driver).state == "finished"
+        assert summarize(ledger_of([], [start(0), end(100)]), JOB, now=101, has_driver=has_driver).state == "finished"
 
 
 def test_the_heartbeat_of_a_run_says_whether_its_driver_is_alive(tmp_path: Path) -> None:
@@ -107,8 +96,8 @@ def test_the_heartbeat_of_a_run_says_whether_its_driver_is_alive(tmp_path: Path)
 
 
 def test_a_run_with_a_recent_step_is_running() -> None:
-    assert summarize(ledger([row(0, time=500)], [start(0)]), JOB, now=559).state == "running"
-    assert summarize(ledger([row(0, time=500)], [start(0)]), JOB, now=561).state == "stopped"
+    assert summarize(ledger_of([step_of(0, time=500)], [start(0)]), JOB, now=559).state == "running"
+    assert summarize(ledger_of([step_of(0, time=500)], [start(0)]), JOB, now=561).state == "stopped"
 
 
 def test_a_run_without_steps_has_no_figures() -> None:
@@ -119,7 +108,7 @@ def test_a_run_without_steps_has_no_figures() -> None:
 
 
 def test_figures_agree_with_the_ledger() -> None:
-    steps = [row(step, loss=float(step), world_size=2 if step < 20 else 1, time=step) for step in range(30)]
+    steps = [step_of(step, loss=float(step), world_size=2 if step < 20 else 1, time=step) for step in range(30)]
     steps[3:5] = [replace(each, applied=False) for each in steps[3:5]]
     events = [
         start(-1),
@@ -132,7 +121,7 @@ def test_figures_agree_with_the_ledger() -> None:
         validation(30, 30, 3.0),
         end(31),
     ]
-    summary = summarize(ledger(steps, events, [row(16), row(17)]), JOB, now=0)
+    summary = summarize(ledger_of(steps, events, [step_of(16), step_of(17)]), JOB, now=0)
     assert (summary.steps, summary.samples, summary.replayed_steps, summary.skipped_steps) == (30, 240, 2, 2)
     assert (summary.first_validation_loss, summary.last_validation_loss) == (9.0, 3.0)
     assert (summary.best_validation_loss, summary.best_validation_step) == (2.0, 15)
@@ -161,7 +150,7 @@ def test_a_repeated_validation_replaces_the_earlier_one() -> None:
 
 
 def test_an_event_without_a_step_is_marked_at_the_last_committed_step() -> None:
-    steps = ledger([row(0, time=1), row(1, time=2), row(2, attempt=2, time=9)], []).steps
+    steps = ledger_of([step_of(0, time=1), step_of(1, time=2), step_of(2, attempt=2, time=9)]).steps
     (marker,) = markers_of([CrashEvent("failure", "e", time=5.0)], steps, began=1.0)
     assert (marker.time, marker.samples) == (4.0, 16.0)
 
@@ -169,10 +158,10 @@ def test_an_event_without_a_step_is_marked_at_the_last_committed_step() -> None:
 @given(st.lists(st.tuples(*[st.floats(0, 100)] * 4), min_size=1, max_size=30))
 def test_seconds_of_the_classes_add_up_to_the_steps(seconds: list[tuple[float, float, float, float]]) -> None:
     steps = [StepRow(1, k, 0, k + 1, 1, 1, 0.0, 0.0, *parts, 0, 0.0) for k, parts in enumerate(seconds)]
-    summary = summarize(ledger(steps, []), JOB, now=0)
+    summary = summarize(ledger_of(steps, []), JOB, now=0)
     assert set(summary.seconds) == set(SECONDS_CLASSES)
     assert sum(summary.seconds.values()) == pytest.approx(sum(map(sum, seconds)))
-    assert np.isfinite(throughput(ledger(steps, []).steps)).all()
+    assert np.isfinite(throughput(ledger_of(steps).steps)).all()
 
 
 @given(SERIES, st.integers(4, 60))

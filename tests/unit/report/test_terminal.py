@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
+from report_rows import step_of
 from rich.console import Console
 
 from undula.errors import RunError
@@ -26,7 +27,6 @@ from undula.report.render.terminal import print_run, print_runs, run_tables
 from undula.report.text import duration
 from undula.state.events import CrashEvent, FailEvent, StartEvent, ValidationEvent
 from undula.state.ledger import EventWriter, LedgerWriter
-from undula.state.records import StepRow
 from undula.storage import Store
 
 FLOATS = st.floats(-1e6, 1e6) | st.sampled_from([math.nan, math.inf, -math.inf])
@@ -40,8 +40,8 @@ def write_run(store: Store, name: str, steps: int = 30, began: float = 1000.0) -
     for attempt, some in ((1, range(steps // 2)), (2, range(steps // 2, steps))):
         ledger = LedgerWriter(store, attempt)
         for step in some:
-            row = (attempt, step, 0, (step + 1) * 8, 8, 3 - attempt, 5 - step / 10, 0.1, 0.1, 0.5, 0.3, 0.1, 0)
-            ledger.step(StepRow(*row, time=began + step + 10 * attempt))
+            values = {"attempt": attempt, "world_size": 3 - attempt, "loss": 5 - step / 10}
+            ledger.step(step_of(step, **values, time=began + step + 10 * attempt))
         ledger.close()
     events.event(CrashEvent("failure", "lost \x1b[2Ja node", time=began + 10 + steps / 2))
     events.event(ValidationEvent(1.25, 9, step=steps, time=began + 20 + steps))

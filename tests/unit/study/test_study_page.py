@@ -1,12 +1,9 @@
 """Tests of a study's report: its files, its handling of untrusted text, and the page in a real browser."""
 
-import base64
 import io
 import re
-import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from hashlib import sha256
 from html import unescape
 from math import nan
 from pathlib import Path
@@ -16,7 +13,8 @@ from xml.etree import ElementTree
 import pyarrow.csv as csv
 import pyarrow.parquet as parquet
 import pytest
-from playwright.sync_api import Browser, sync_playwright
+from browser_kit import assert_policy_allows_only, needs_chromium, opened_in
+from playwright.sync_api import Browser
 from study_records import quadratic_records, valley
 
 from undula.report.render.axes import log_ticks, tick_label
@@ -28,9 +26,6 @@ from undula.study.render.report_tables import Cell, cost_table, trial_table
 from undula.study.spec import LogRange, StudySpec
 from undula.study.trials import TrialRecord
 
-CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-QUIET = ("--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking",
-         "--disable-component-update", "--disable-sync")  # fmt: skip
 EVIL = "</script><script>alert(1)</script><img src=x onerror=alert(1)>\"'&<b>gone</b>\x1b[31m"
 FIGURES = ("steps", "samples", "pareto", "rates", "best-rate", "predicted", "noise", "map")
 SVG = '<svg xmlns="http://www.w3.org/2000/svg" width="40" height="9" font-family="DejaVu Sans">'
@@ -59,14 +54,6 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
     spec = study(job=EVIL, worker_hour=0.5)
     store = Store(str(tmp_path_factory.mktemp("study")))
     return Path(write_report(store, spec, mishaps(quadratic_records(spec, WHOLE_SAMPLES, 0.01))))
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
-    with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=QUIET)
-        yield browser
-        browser.close()
 
 
 def page_of(tmp_path: Path, spec: StudySpec, records: Sequence[TrialRecord]) -> str:
@@ -123,60 +110,40 @@ def test_untrusted_text_cannot_become_markup(report: Path) -> None:
 
 
 def test_policy_allows_only_the_style_of_the_page(report: Path) -> None:
-    html = report.read_text(encoding="utf-8")
-    policy = re.search(r'Content-Security-Policy" content="([^"]*)"', html)
-    assert policy
-    assert policy[1].startswith("default-src 'none'")
-    own = html.split("<style>")[1].split("</style>")[0]
-    assert f"style-src 'sha256-{base64.b64encode(sha256(own.encode()).digest()).decode()}'" in policy[1]
-    assert " style=" not in html
-    assert html.count("<style") == 1
-    assert "://" not in re.sub(r"http://www\.w3\.org/\S+", "", html)
+    assert_policy_allows_only(report.read_text(encoding="utf-8"), "style")
 
 
-@pytest.mark.skipif(CHROMIUM is None, reason="no chromium found: run tests/install_chromium.sh")
+@needs_chromium
 @pytest.mark.parametrize("width", [1280, 400])
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_page_logs_nothing_requests_nothing_and_fits(browser: Browser, report: Path, width: int, scheme: Any) -> None:
-    page = browser.new_page(viewport={"width": width, "height": 900}, color_scheme=scheme)
-    complaints: list[str] = []
-    requests: list[str] = []
-    page.on("console", lambda message: complaints.append(message.text))
-    page.on("pageerror", lambda error: complaints.append(str(error)))
-    page.on("request", lambda request: requests.append(request.url))
-    page.goto(report.as_uri())
-    assert complaints == []
-    assert [url for url in requests if not url.startswith("data:")] == [report.as_uri()]
-    assert page.title() == "quadratic · Undula"
-    assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
-    plots = page.locator(".fig .plot").all()
-    assert plots
-    for plot in plots:
-        box = plot.bounding_box()
-        assert box
-        assert box["width"] > min(width, 560) - 150
-    # Figures use the colours of the page, also in dark mode, and also in shapes that they reuse.
-    ink = page.evaluate("getComputedStyle(document.body).color")
-    for shape, attribute in (("path.curve.ink", "stroke"), ("use.glyph.ink", "fill")):
-        assert page.locator(f".fig {shape}").first.evaluate(f"each => getComputedStyle(each).{attribute}") == ink
-    page.close()
+def test_page_logs_nothing_requests_nothing_and_fits(browser: Browser, report: Path, width: int, scheme: str) -> None:
+    with opened_in(browser, report, width, scheme) as opened:
+        page = opened.page
+        opened.assert_fits_and_is_quiet()
+        assert page.title() == "quadratic · Undula"
+        boxes = [plot.bounding_box() for plot in page.locator(".fig .plot").all()]
+        assert boxes
+        assert all(box and box["width"] > min(width, 560) - 150 for box in boxes)
+        # Figures use the colours of the page, also in dark mode, and also in shapes that they reuse.
+        ink = page.evaluate("getComputedStyle(document.body).color")
+        for shape, attribute in (("path.curve.ink", "stroke"), ("use.glyph.ink", "fill")):
+            drawn = page.locator(f".fig {shape}").first
+            assert drawn.evaluate(f"each => getComputedStyle(each).{attribute}") == ink
 
 
-@pytest.mark.skipif(CHROMIUM is None, reason="no chromium found: run tests/install_chromium.sh")
+@needs_chromium
 def test_all_text_of_a_figure_lies_inside_it_on_the_page_and_in_its_file(browser: Browser, report: Path) -> None:
-    page = browser.new_page(viewport={"width": 1280, "height": 900})
     for file in (report, *sorted(report.parent.glob("figures/*.svg"))):
-        page.goto(file.as_uri())
-        assert page.locator("svg text").count() > 10
-        outside = page.evaluate(
-            """() => [...document.querySelectorAll('svg text')].filter(text => {
-              const box = text.getBoundingClientRect();
-              const all = (text.closest('.fig') || document.documentElement).getBoundingClientRect();
-              return box.left < all.left || box.right > all.right || box.top < all.top || box.bottom > all.bottom;
-            }).map(text => text.textContent)"""
-        )
-        assert outside == [], file
-    page.close()
+        with opened_in(browser, file, 1280) as opened:
+            assert opened.page.locator("svg text").count() > 10
+            outside = opened.page.evaluate(
+                """() => [...document.querySelectorAll('svg text')].filter(text => {
+                  const box = text.getBoundingClientRect();
+                  const all = (text.closest('.fig') || document.documentElement).getBoundingClientRect();
+                  return box.left < all.left || box.right > all.right || box.top < all.top || box.bottom > all.bottom;
+                }).map(text => text.textContent)"""
+            )
+            assert outside == [], file
 
 
 def test_png_files_have_the_letters_of_the_shipped_font(report: Path) -> None:
