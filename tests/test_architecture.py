@@ -5,9 +5,13 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from functools import cache
+from importlib.metadata import PackageNotFoundError
+from importlib.metadata import version as installed_version
 from pathlib import Path
 
+import private_names
 import pytest
 
 ROOT = Path(__file__).parents[1]
@@ -61,7 +65,6 @@ PURE = (
     "study.trials",
 )
 """Packages and modules that import neither torch nor pyarrow nor Ray, directly or indirectly."""
-PRIVATE_OF_RAY = re.compile(r"ray\._(private|raylet)\b|ray\.(\w+\.)*_internal\b")
 
 
 def modules() -> list[Path]:
@@ -159,21 +162,29 @@ def test_pure_modules_import_no_heavy_library(module: str) -> None:
         waiting += [part for each in own_imports(name) for part in with_packages(each)]
 
 
-@pytest.mark.parametrize("module", NAMES)
-def test_private_api_of_ray_is_used_only_in_elastic_ray(module: str) -> None:
-    """This covers imports, calls of import_module, and attributes such as `ray._private.state`."""
-    if module.startswith("undula.elastic.ray"):
-        return
-    tree = ast.parse(NAMES[module].read_text())
-    calls = [
-        node
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Call) and ast.unparse(node.func).endswith("import_module")
-    ]
-    texts = [*imports(NAMES[module]), *(ast.unparse(node) for node in calls)]
-    attributes = (ast.unparse(node) for node in ast.walk(tree) if isinstance(node, ast.Attribute))
-    texts += [text for text in attributes if text.startswith("ray.")]
-    assert not [text for text in texts if PRIVATE_OF_RAY.search(text)]
+def test_private_names_of_other_libraries_are_used_only_where_one_list_says_so() -> None:
+    """A name that is no longer used leaves the list, so that it shows what an update of a library can break."""
+    trees = {module: ast.parse(path.read_text()) for module, path in NAMES.items()}
+    own = {module: private_names.own_names(tree) for module, tree in trees.items()}
+    used = set()
+    for module, tree in trees.items():
+        known = own[module].union(*(own[name] for name in own_imports(module, with_types=True)))
+        names = {*private_names.used_names(tree, known), *private_names.inherited_names(tree)}
+        for name in filter(None, map(private_names.private_part, names)):
+            # Attributes in elastic.ray are those of Ray's objects.
+            if not (module.startswith("undula.elastic.ray") and ("." not in name or name.startswith("ray."))):
+                used.add((module.removeprefix("undula."), name))
+    listed = [names.items() for names in private_names.ALLOWED.values()]
+    allowed = {(module, name) for items in listed for name, modules in items for module in modules.split()}
+    assert sorted(used - allowed) == []
+    assert sorted(allowed - used) == [], "these are not used any more"
+
+
+@pytest.mark.parametrize("library", private_names.ALLOWED)
+def test_private_names_are_listed_for_the_installed_version(library: str) -> None:
+    name, version = library.split()
+    with suppress(PackageNotFoundError):
+        assert f"{installed_version(name)}.".startswith(f"{version}.")
 
 
 @pytest.mark.parametrize("module", NAMES)

@@ -28,7 +28,7 @@ class Library:
         self.is_overridden: Callable[..., bool] = self._get("utilities.model_helpers:is_overridden")
         self._takes = self._get("utilities.signature_utils:is_param_in_hook_signature")
         self._optimizers = self._get("core.optimizer:_configure_optimizers")
-        self._schedulers = self._get("core.optimizer:_configure_schedulers_automatic_opt")
+        self._configs_of = self._get("core.optimizer:_configure_schedulers_automatic_opt")
 
     @classmethod
     def of_script(cls) -> "Library":
@@ -67,7 +67,7 @@ class Library:
         if returned is None:
             raise UsageError("configure_optimizers() returned None, but a run needs an optimizer; return one")
         optimizers, schedulers, monitor = self._optimizers(returned)
-        configs: list[Any] = self._schedulers(schedulers, monitor)
+        configs: list[Any] = self._configs_of(schedulers, monitor)
         if len(optimizers) != 1:
             raise UsageError(
                 f"configure_optimizers() returned {len(optimizers)} optimizers, but a run has one; use one optimizer with several "
