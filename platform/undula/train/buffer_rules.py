@@ -65,7 +65,7 @@ class Group:
         """
         raise NotImplementedError
 
-    def _values(self) -> Tensor:
+    def values(self) -> Tensor:
         """Return the elements of all buffers; shape [elements]."""
         return torch.cat([buffer.flatten() for buffer in self._buffers])
 
@@ -107,7 +107,7 @@ class Means(Group):
         self._sums = ExactSum(self._buffers) if exact else None
 
     def begin_step(self) -> None:
-        self._begin = self._values()
+        self._begin = self.values()
         # A minimum may begin at infinity, from where no change is finite; such an element moves as if it began at 0.
         self._base = self._begin.nan_to_num(0.0, 0.0, 0.0)
         self._moved = torch.zeros_like(self._begin)
@@ -115,7 +115,7 @@ class Means(Group):
             self._sums.clear()
 
     def end_micro_batch(self, samples: int) -> None:
-        values = self._values()
+        values = self.values()
         # An element that has not changed must keep its value, even if it is infinite.
         moved = (values - self._base).masked_fill_(values == self._begin, 0)
         if self._sums:
@@ -151,12 +151,12 @@ class Integers(Group):
         self._can_fail = not all(name.endswith(STEP_COUNTER) for name in buffers)
 
     def begin_step(self) -> None:
-        self._begin = self._values()
+        self._begin = self.values()
         self._sums = self._begin.new_zeros(4, self._begin.numel())
         self._num_micro_batches = 0
 
     def end_micro_batch(self, samples: int) -> None:
-        moved = self._values() - self._begin
+        moved = self.values() - self._begin
         self._sums += torch.stack([moved, moved != 0, moved == 1, moved < 0])
         self._num_micro_batches += 1
 
@@ -181,8 +181,8 @@ class Integers(Group):
                     f"after step.update(), or name a count of steps {STEP_COUNTER}"
                 )
 
-    def _values(self) -> Tensor:
-        return super()._values().long()
+    def values(self) -> Tensor:
+        return super().values().long()
 
     def _where(self, condition: Callable[[str, Tensor], bool]) -> Tensor:
         """Return for each element whether its buffer meets a condition."""
@@ -200,12 +200,12 @@ class Flags(Group):
         """Directions in which some micro-batches, but not all of a step, have changed a buffer's flags."""
 
     def begin_step(self) -> None:
-        self._begin = self._values()
+        self._begin = self.values()
         self._changed = torch.zeros_like(self._begin)
         self._kept = torch.zeros_like(self._begin)
 
     def end_micro_batch(self, samples: int) -> None:
-        changed = self._values() ^ self._begin
+        changed = self.values() ^ self._begin
         self._changed |= changed
         self._kept |= ~changed
 

@@ -6,7 +6,6 @@ import pytest
 from undula.study.checks.quadratic import KNOWN_BEST, RATES, TARGET
 from undula.study.quadratic import (
     NoisyQuadratic,
-    best_of,
     momentum_moments,
     sgd_moment,
     sgd_steps,
