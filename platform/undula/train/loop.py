@@ -96,11 +96,7 @@ class TrainingLoop:
         self._results.stop(reason)
 
     def begin(self) -> int:
-        """Restore the newest complete state and report the start of the attempt, unless this was done before.
-
-        Returns:
-            Number of committed steps.
-        """
+        """Restore the newest complete state, unless this was done before, and return its number of committed steps."""
         if self._restored is None:
             self._restored = self.saver.restore(self._open)
             self._begin(self._restored)
@@ -201,8 +197,8 @@ class TrainingLoop:
         self._save(before, done)
 
     def _is_validation_due(self, before: int, done: int) -> bool:
-        setup = self._setup
-        return done == setup.plan.total_steps or _is_due(setup.job.validation.every_steps, before, done)
+        every = self._setup.job.validation.every_steps
+        return done == self._setup.plan.total_steps or _is_due(every, before, done)
 
     def _work(self, before: int, done: int) -> None:
         """Validate if that is due after `done` steps, and let the script finish its work after them. The state then includes both.

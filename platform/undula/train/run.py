@@ -109,11 +109,7 @@ class Run:
         self._parts.add_dataset(data, Items(dataset, collate_fn), validation_items)
 
     def preflight(self, check: Check) -> None:
-        """Call a check of the script in the driver only, which calls the script up to `model` and would not know what is refused later.
-
-        Args:
-            check: Function that raises UsageError. It gets the dotted keys of the job that the user has set.
-        """
+        """Call a check in the driver only, which ends the script at `model`. It gets the dotted keys of the job that the user has set."""
         self._session.preflight(check)
 
     def model(self, module: nn.Module) -> nn.Module:

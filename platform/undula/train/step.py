@@ -27,8 +27,7 @@ class Step:
         index: Number of the step in the plan, counted from 0 over the whole run. If an elastic batch merges several steps, it is the
             number of the first.
         samples: Number of samples in the step.
-        lr: Learning rate at this step of a parameter group whose initial rate is run.base_lr, or of the first group if the script has a
-            scheduler of its own.
+        lr: Learning rate of a parameter group whose initial rate is run.base_lr, or of the first group if the script has a scheduler.
         loss: Mean loss over the step's samples on all ranks; None before `update`.
         grad_norm: Norm of the step's gradient before clipping; None before `update`.
         micro_batch: Place in the plan of the current batch of `batches`; None outside of the loop.
@@ -40,7 +39,6 @@ class Step:
     grad_norm: float | None = None
     micro_batch: MicroBatch | None = None
     is_last = applied = updated = False
-
     _gradient: tuple[Tensor, Tensor] | None = None
     """Norm of the step's gradient, and whether it overflows on this rank; None before it is reduced."""
     _begin_of_pass: Mark | None = None
@@ -108,7 +106,7 @@ class Step:
             )
         self._is_yielding = True
         self._begin()
-        model, equal_rounds = self._model, self._model.engine.capabilities.equal_rounds
+        model, phase = self._model, SHARDED_COMPUTE if self._model.engine.capabilities.equal_rounds else COMPUTE
         for place, micro_batch in enumerate(self._work):
             placed = self._batches.take()
             self._measured.add_batch(placed, counts=micro_batch.samples > 0 and self._layout.leads_cell)
@@ -118,7 +116,7 @@ class Step:
             self._begin_of_pass = self._measured.mark()
             self._phases.begin_batch(placed.batch, len(model.engine.trainable))
             model.begin_batch(micro_batch, self.is_last)
-            self._phases.enter(SHARDED_COMPUTE if equal_rounds else COMPUTE)
+            self._phases.enter(phase)
             yield placed.batch
             self.micro_batch = None
             if self._begin_of_pass is not None:
@@ -205,9 +203,9 @@ class Step:
 
     def update(self) -> None:
         """Reduce and clip the gradient, commit the step, and step the optimizer with the learning rate of the schedule."""
-        model, planned = self._model, self._planned
         if self.updated:
             raise UsageError(f"step.update() was called twice in step {self.index}; call it once, after the last batch")
+        model, planned = self._model, self._planned
         norm, overflows = self._gradient or self._reduce("update")
         model.rates.set(model.optimizer, self._rate)
         # This commits the step. If a rank is lost before it returns, the other ranks keep the state before the step.
