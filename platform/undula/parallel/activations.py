@@ -19,7 +19,7 @@ from undula.parallel.replaced import Replacement, call_all, replace_forward
 from undula.parallel.selective import keeping_expensive
 from undula.parallel.spec import ActivationsSpec
 from undula.parallel.units import problem_of_units, units_of
-from undula.state.pieces import is_sharded_tensor
+from undula.state.pieces import is_sharded
 
 
 def keep_activations(module: nn.Module, spec: ActivationsSpec) -> Callable[[], None]:
@@ -64,7 +64,7 @@ class _Recomputed(Replacement):
         self._unit = unit
         self._chain = chain
         # In the backward pass, a sharded unit other than the current one must gather its parameters, which its hooks do.
-        self._again = self._call if any(map(is_sharded_tensor, unit.parameters())) and chain.size > 1 else self.replaced
+        self._again = self._call if is_sharded(unit) and chain.size > 1 else self.replaced
         self._is_repeated = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

@@ -13,7 +13,7 @@ from undula.parallel.recompute import Forward
 from undula.parallel.replaced import Replacement, call_all, replace_forward
 from undula.parallel.spec import ActivationsSpec
 from undula.parallel.units import units_of
-from undula.state.pieces import is_sharded_tensor
+from undula.state.pieces import is_sharded
 
 OTHER_GRAPHS = 8
 """Number of graphs beyond what a plan needs, for example after a script has frozen parameters."""
@@ -35,7 +35,8 @@ def compile_forward(module: nn.Module, activations: ActivationsSpec, graphs: int
     """
     if problem := problem_of_compilation(module):
         raise UsageError(problem)
-    parts = [module] if activations.is_default and not _is_sharded(module) else _units(module, activations)
+    is_one = activations.is_default and not is_sharded(module)
+    parts = [module] if is_one else list(units_of(module, activations.units).values())
     undo = [
         _allow_graphs(graphs * len(parts) + OTHER_GRAPHS),
         *(replace_forward(part, _Compiled(part)) for part in parts),
@@ -45,7 +46,7 @@ def compile_forward(module: nn.Module, activations: ActivationsSpec, graphs: int
 
 def problem_of_compilation(module: nn.Module) -> str | None:
     """Return the reason why a module cannot be compiled, as a sentence; None if it can be."""
-    if _is_sharded(module) and not units_of(module, "auto"):
+    if is_sharded(module) and not units_of(module, "auto"):
         return (
             "compile=true compiles the repeated blocks of a model that fully_shard() has sharded, but this model has no two modules of one "
             "class in a ModuleList or Sequential; set compile=false"
@@ -131,14 +132,6 @@ def _allow_graphs(count: int) -> Callable[[], None]:
     )
     patch.__enter__()
     return partial(patch.__exit__, None, None, None)
-
-
-def _is_sharded(module: nn.Module) -> bool:
-    return any(map(is_sharded_tensor, module.parameters()))
-
-
-def _units(module: nn.Module, activations: ActivationsSpec) -> list[nn.Module]:
-    return list(units_of(module, activations.units).values())
 
 
 def _small(x: torch.Tensor) -> torch.Tensor:

@@ -4,7 +4,7 @@ import torch
 from torch import nn
 
 from undula.parallel.capabilities import Feature
-from undula.state.pieces import is_sharded_tensor
+from undula.state.pieces import is_sharded
 
 
 def parameters_of(module: nn.Module) -> list[nn.Parameter]:
@@ -35,7 +35,7 @@ def sparse_parameters(module: nn.Module) -> set[nn.Parameter]:
 def features_of_model(module: nn.Module) -> set[Feature]:
     """Return the features that a module requires of its engine. Parameters that are frozen need none for their gradients or updates."""
     asked = {
-        Feature.SHARDED: any(map(is_sharded_tensor, module.parameters())),
+        Feature.SHARDED: is_sharded(module),
         Feature.SPARSE_GRADIENTS: bool(sparse_parameters(module)),
         Feature.HALF_PARAMETERS: any(each.dtype in (torch.bfloat16, torch.float16) for each in trainable(module)),
     }

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from undula.state.pieces import dense_strides, is_sharded_tensor
+from undula.state.pieces import dense_strides, is_sharded
 
 SAMPLES = 64
 """Number of elements of each parameter that are compared."""
@@ -32,7 +32,7 @@ class Baseline:
 
     def __init__(self, module: nn.Module, optimizer: torch.optim.Optimizer):
         self._parameters = list(module.parameters())
-        self._is_sharded = any(is_sharded_tensor(each) for each in self._parameters)
+        self._is_sharded = is_sharded(module)
         self._places = [each._buffers for each in module.modules() if each._buffers]
         self._optimizer = optimizer
         self._addresses: list[int] = []

@@ -7,7 +7,7 @@ from math import prod
 from typing import Any, TypeAlias
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from undula.errors import CheckpointError
 
@@ -120,6 +120,11 @@ def is_sharded_tensor(value: object) -> bool:
     A process that has DTensors has imported their class already.
     """
     return isinstance(value, getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", ()))
+
+
+def is_sharded(module: nn.Module) -> bool:
+    """Return whether a parameter of a module is sharded."""
+    return any(map(is_sharded_tensor, module.parameters()))
 
 
 def as_real(tensor: Tensor) -> Tensor:

@@ -104,6 +104,14 @@ def test_a_state_is_admitted_if_it_fits(
     assert newest is not None or head.held == 0
 
 
+def test_a_refused_state_stays_refused_although_memory_is_freed(monkeypatch: pytest.MonkeyPatch) -> None:
+    head = Head(30, monkeypatch)
+    assert head.send(8, 10, is_last=False) == [False] * 8
+    head.memory *= 2
+    assert head.send(8, 10, is_last=False) == [False] * 8
+    assert head.send(8, 20, is_last=False) == [True] * 8
+
+
 def test_one_copy_of_a_state_is_kept_and_all_ranks_together_fetch_it() -> None:
     store = ReplicaStore()
     for step in (1, 2, 3):

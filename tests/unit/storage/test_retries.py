@@ -23,7 +23,7 @@ from undula.plan.order import EpochOrder
 from undula.plan.plan import Plan, PlanSpec
 from undula.state.events import StorageEvent
 from undula.state.ledger import events_of, read_ledger
-from undula.storage import Outages, Store, Wait, open_store, retries, waits_reported_to
+from undula.storage import Outages, Store, Wait, open_store, retries, waits_reported_to, waits_reporter
 from undula.storage.s3 import forget_clients
 from undula.telemetry.hub import Hub
 from undula.telemetry.messages import Line, Message
@@ -194,6 +194,8 @@ def waits(server: Failing, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Wai
 
     with waits_reported_to(report):
         yield reports
+        assert waits_reporter() is report
+    assert waits_reporter() is None
 
 
 def test_one_report_is_made_of_an_outage_that_many_requests_meet(

@@ -41,8 +41,8 @@ class BucketAccumulator(Accumulator):
         self._group = layout.shards
         self._sent_as = sent_as
         sparse = sparse_parameters(module)
-        self._sparse = SparseSums([each for each in self.parameters if each in sparse], layout, sent_as)
-        self._buckets = divide([each for each in self.parameters if each not in sparse])
+        self._sparse = SparseSums([parameter for parameter in self.parameters if parameter in sparse], layout, sent_as)
+        self._buckets = divide([parameter for parameter in self.parameters if parameter not in sparse])
         self._place = {
             parameter: (bucket, index) for bucket in self._buckets for index, parameter in enumerate(bucket.parameters)
         }
