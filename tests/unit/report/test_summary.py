@@ -246,12 +246,9 @@ def test_event_data_that_is_not_a_mapping_is_ignored() -> None:
         ({"job.json": b"[]"}, "job.json is damaged"),
         ({"job.json": b'{"name": "x", "spec": 3}'}, "job.json is damaged"),
         ({"job.json": b'{"total_steps": 3}'}, "job.json is damaged"),
-        (
-            {"job.json": b'{"name": "x"}', "ledger/steps-000001-00000.parquet": b"junk"},
-            "steps-000001-00000.parquet cannot be read",
-        ),
+        ({"job.json": b'{"name": "x"}', "ledger/steps-000001-00000.parquet": b"junk"}, "steps-000001-00000.parquet cannot be read"),
     ],
-)
+)  # fmt: skip
 def test_a_directory_without_a_complete_run_is_refused_in_one_sentence(
     tmp_path: Path, files: dict[str, bytes], sentence: str
 ) -> None:
