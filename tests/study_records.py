@@ -1,11 +1,12 @@
 """Records of a study with known results: expected losses of the noisy quadratic model in closed form, and valleys around a rate."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from undula.plan.rules import RULES
+from undula.plan.rules import RULES, RuleName
+from undula.study.findings import GroupFindings, Prediction, find
 from undula.study.quadratic import NoisyQuadratic, sgd_moment, zhang_quadratic
 from undula.study.rates import RatePoint, rate_points
 from undula.study.spec import LogRange, StudySpec
@@ -80,9 +81,24 @@ def record(batch: int, lr: float, loss: float, state: State = "complete", seed: 
     return TrialRecord(trial, state, lr, curve, **changes)
 
 
-def points(batch: int, *found: tuple[float, float, State]) -> tuple[RatePoint, ...]:
-    return rate_points([record(batch, lr, loss, state) for lr, loss, state in found], batch)
+def points(batch: int, *outcomes: tuple[float, float, State]) -> tuple[RatePoint, ...]:
+    return rate_points([record(batch, lr, loss, state) for lr, loss, state in outcomes], batch)
 
 
 def valley(batch: int, best: float, rates: Sequence[float], seed: int = 0) -> list[TrialRecord]:
     return [record(batch, rate, 1 + np.log(rate / best) ** 2, seed=seed) for rate in rates]
+
+
+def valleys(best: Mapping[int, float], rates: Sequence[float], seeds: Sequence[int] = (0,)) -> list[TrialRecord]:
+    """Return the trials of all rates and seeds, with valleys around the best rate of each batch."""
+    return [each for batch, rate in best.items() for seed in seeds for each in valley(batch, rate, rates, seed)]
+
+
+def first_group(spec: StudySpec, records: Sequence[TrialRecord]) -> GroupFindings:
+    """Return the findings on the first group of a study."""
+    return find(spec, records).groups[0]
+
+
+def prediction(spec: StudySpec, records: Sequence[TrialRecord], rule: RuleName = "linear") -> Prediction:
+    """Return the first prediction of a rule."""
+    return next(each for each in first_group(spec, records).predictions if each.rule == rule)

@@ -50,7 +50,7 @@ def fit_exponent(batches: Sequence[AtBatch]) -> PowerLaw:
 def _exponents_of_draws(used: Sequence[AtBatch], seed: int = 0) -> Floats:
     """Return exponents of resamples that draw the seeds of each batch with replacement. Optima that are only bounds are left out."""
     rng = np.random.default_rng(seed)
-    found = []
+    exponents = []
     for _ in range(RESAMPLES):
         optima = []
         for each in used:
@@ -59,5 +59,5 @@ def _exponents_of_draws(used: Sequence[AtBatch], seed: int = 0) -> Floats:
             optima += [optimum] if optimum and optimum.interior else []
         if len(optima) > 1:
             x, y = np.log([each.batch for each in optima]), np.log([each.rate for each in optima])
-            found.append(float((x - x.mean()) @ y / ((x - x.mean()) @ (x - x.mean()))))
-    return np.array(found)
+            exponents.append(float((x - x.mean()) @ y / ((x - x.mean()) @ (x - x.mean()))))
+    return np.array(exponents)

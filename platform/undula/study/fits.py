@@ -115,7 +115,7 @@ def fit_pareto(
     b, s = np.asarray(batches, dtype=np.float64)[reached], np.asarray(steps, dtype=np.float64)[reached]
     if len(np.unique(b)) < 3:
         raise ValueError(f"{_batch_sizes(len(np.unique(b)))} reached the target, but a critical batch needs three")
-    critical, fewest = (float(found[0]) for found in _hyperbola(b, np.log(s)[None]))
+    critical, fewest = (float(values[0]) for values in _hyperbola(b, np.log(s)[None]))
     fitted = np.log(fewest) + np.log1p(critical / b)
     upper = (1 + confidence) / 2
     residuals = (np.log(s) - fitted) * np.sqrt(len(b) / (len(b) - 2)) * stdtrit(len(b) - 2, upper) / ndtri(upper)

@@ -148,8 +148,8 @@ class AtBatch:
 
     def rates_by_seed(self) -> tuple[float, ...]:
         """Return the best rate of each seed, if the tried rates bracket it."""
-        found = (optimum_of(self.batch, with_seeds(self.points, (seed,))) for seed in self.seeds)
-        return tuple(each.rate for each in found if each and each.interior)
+        optima = (optimum_of(self.batch, with_seeds(self.points, (seed,))) for seed in self.seeds)
+        return tuple(optimum.rate for optimum in optima if optimum and optimum.interior)
 
 
 def groups_of(spec: StudySpec) -> tuple[Group, ...]:
@@ -190,7 +190,7 @@ def rate_points(records: Iterable[TrialRecord], base: int) -> tuple[RatePoint, .
         trial = record.trial
         is_fixed = trial.batch == base or RULES[trial.rule].changes_rate_alone(trial.warmup)
         by_rate.setdefault(f"{_requested_rate(record, base) if is_fixed else trial.base_lr:.5g}", []).append(record)
-    return tuple(sorted((_point(tuple(found), base) for found in by_rate.values()), key=lambda point: point.rate))
+    return tuple(sorted((_point(tuple(records), base) for records in by_rate.values()), key=lambda point: point.rate))
 
 
 def at_batch(batch: int, points: tuple[RatePoint, ...], target: float | None) -> AtBatch:
@@ -321,16 +321,16 @@ def _fewest(points: Sequence[RatePoint], target: float) -> Fewest | None:
         {record.trial.seed: record for record in point.records if record.state in ("complete", "stopped")}
         for point in tried
     ]
-    seeds = common_seeds(found for found, is_diverged in zip(ended, diverged, strict=True) if not is_diverged)
+    seeds = common_seeds(by_seed for by_seed, is_diverged in zip(ended, diverged, strict=True) if not is_diverged)
     best: Fewest | None = None
-    for at, (point, found) in enumerate(zip(tried, ended, strict=True)):
-        if point.outcome == "diverged" or not seeds or any(seed not in found for seed in seeds):
+    for at, (point, by_seed) in enumerate(zip(tried, ended, strict=True)):
+        if point.outcome == "diverged" or not seeds or any(seed not in by_seed for seed in seeds):
             continue
-        steps = tuple(found[seed].steps_to(target) for seed in seeds)
+        steps = tuple(by_seed[seed].steps_to(target) for seed in seeds)
         if not all(0 < each < inf for each in steps):
             continue
         _about, edge = about_lowest(rates, at, diverged)
-        least = Fewest(point.rate, steps, tuple(found[seed].samples_to(target) for seed in seeds), seeds, edge)
+        least = Fewest(point.rate, steps, tuple(by_seed[seed].samples_to(target) for seed in seeds), seeds, edge)
         best = least if best is None or least.mean_steps < best.mean_steps else best
     return best
 

@@ -11,10 +11,10 @@ from undula.study.fits import Interval, ParetoFit
 from undula.study.spec import CLASSES, StudySpec
 
 
-def verdict_sentences(found: GroupFindings) -> tuple[str, ...]:
+def verdict_sentences(results: GroupFindings) -> tuple[str, ...]:
     """Return the verdicts of one group of trials, as sentences."""
-    texts = _law_sentences(found.main)
-    for tuning in found.others:
+    texts = _law_sentences(results.main)
+    for tuning in results.others:
         rule = tuning.rules[0]
         if RULES[rule].is_measured:
             texts.append(
@@ -22,10 +22,10 @@ def verdict_sentences(found: GroupFindings) -> tuple[str, ...]:
             )
         else:
             texts += [f"Under {rule}: {each[0].lower()}{each[1:]}" for each in _law_sentences(tuning)]
-    texts += _divergence_sentences(found)
-    texts.append(_critical_batch_sentence(found))
-    if found.noise:
-        scales = [scale for _, scale in found.noise]
+    texts += _divergence_sentences(results)
+    texts.append(_critical_batch_sentence(results))
+    if results.noise:
+        scales = [scale for _, scale in results.noise]
         low, high = three_digits(min(scales)), three_digits(max(scales))
         size = f"{low} samples" if low == high else f"{low} to {high} samples, depending on the batch"
         texts.append(f"The gradient noise scale in the second half of the best trials is {size}.")
@@ -39,9 +39,9 @@ def untested_sentences(findings: Findings) -> tuple[str, ...]:
     outside = f"outside {low:,}–{high:,}" if low < high else f"other than {low:,}"
     texts = [f"Batches {outside}, and any model, data or training length other than those of {spec.job}."]
     problems = dict.fromkeys(
-        f"{found.group.title}{'' if not place else ', ' + tuning.rules[0]}: {each.problem}"
-        for found in groups
-        for place, tuning in enumerate(found.tunings)
+        f"{results.group.title}{'' if not place else ', ' + tuning.rules[0]}: {each.problem}"
+        for results in groups
+        for place, tuning in enumerate(results.tunings)
         for each in tuning.batches
         if each.problem
     )
@@ -75,9 +75,9 @@ def untested_sentences(findings: Findings) -> tuple[str, ...]:
 def _seed_sentences(findings: Findings) -> list[str]:
     """Return sentences on seeds whose results are not used, because only some of the compared learning rates have them."""
     texts: dict[str, None] = {}
-    for found in findings.groups:
-        for place, tuning in enumerate(found.tunings):
-            title = f"{found.group.title}{'' if not place else ', ' + tuning.rules[0]}"
+    for results in findings.groups:
+        for place, tuning in enumerate(results.tunings):
+            title = f"{results.group.title}{'' if not place else ', ' + tuning.rules[0]}"
             for each in tuning.batches:
                 if each.left_out:
                     them = "it" if len(each.left_out) == 1 else "them"
@@ -165,15 +165,15 @@ def _claim(verdict: Verdict) -> str:
     return f"{verdict.rule} ({verdict.exponent:g})"
 
 
-def _divergence_sentences(found: GroupFindings) -> list[str]:
+def _divergence_sentences(results: GroupFindings) -> list[str]:
     """Return sentences on rules that predict rates at which trials diverge. A fit cannot show this, because all optima are stable."""
     texts = []
-    for rule in dict.fromkeys(each.rule for each in found.predictions):
-        own = next((tuning for tuning in found.tunings if rule in tuning.rules), found.main)
+    for rule in dict.fromkeys(each.rule for each in results.predictions):
+        own = next((tuning for tuning in results.tunings if rule in tuning.rules), results.main)
         limits = {each.batch: each.diverged_from for each in own.batches}
         over = [
             each.batch
-            for each in found.predictions
+            for each in results.predictions
             if each.rule == rule and each.rate and each.bound in (None, "≥") and each.rate >= limits[each.batch]
         ]
         if over:
@@ -184,10 +184,10 @@ def _divergence_sentences(found: GroupFindings) -> list[str]:
     return texts
 
 
-def _critical_batch_sentence(found: GroupFindings) -> str:
-    fit = found.pareto
+def _critical_batch_sentence(results: GroupFindings) -> str:
+    fit = results.pareto
     if fit is None:
-        return f"No critical batch: {found.pareto_problem}."
+        return f"No critical batch: {results.pareto_problem}."
     if not is_bounded(fit):
         bound = critical_batch_text(fit)
         side, end = ("above", "larger") if bound.startswith(">") else ("below", "smaller")

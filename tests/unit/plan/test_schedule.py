@@ -176,27 +176,18 @@ def test_values_out_of_range_are_refused(field: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("keys", "parts"),
     [
-        (
-            {"warmup_epochs": 1.0, "warmup_steps": 5},
-            ("warmup_steps and warmup_epochs", "remove one"),
-        ),
-        (
-            {"warmup": "exponential", "warmup_steps": 5},
-            ("warmup is exponential", "set warmup_begin"),
-        ),
+        ({"warmup_epochs": 1.0, "warmup_steps": 5}, ("warmup_steps and warmup_epochs", "remove one")),
+        ({"warmup": "exponential", "warmup_steps": 5}, ("warmup is exponential", "set warmup_begin")),
         ({"warmup_begin": 0.5}, ("warmup_begin is 0.5", "set warmup_epochs")),
         ({"decay": "inverse_sqrt"}, ("decay is inverse_sqrt", "set warmup_epochs")),
         ({"decay": "step"}, ("decay_at is missing", "such as [0.5, 0.75]")),
         ({"decay": "step", "decay_at": (0.5, 0.4)}, ("decay_at is [0.5, 0.4]", "ascending fractions")),
         ({"decay": "step", "decay_at": (30, 60)}, ("decay_at is [30.0, 60.0]", "between 0 and 1")),
         ({"decay_at": (0.5,)}, ("decay_at has no effect with decay=cosine", "set decay=step")),
-        (
-            {"decay_power": 2.0, "decay": "constant"},
-            ("decay_power has no effect with decay=constant", "set decay=polynomial"),
-        ),
+        ({"decay_power": 2.0, "decay": "constant"}, ("decay_power has no effect with decay=constant", "set decay=polynomial")),
         ({"decay_fraction": 0.2}, ("decay_fraction has no effect with decay=cosine", "set decay=wsd")),
     ],
-)
+)  # fmt: skip
 def test_contradicting_keys_are_refused_with_the_key_and_the_fix(keys: dict[str, Any], parts: tuple[str, str]) -> None:
     with pytest.raises(ValidationError) as refusal:
         ScheduleSpec(**keys)

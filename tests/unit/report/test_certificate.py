@@ -133,21 +133,12 @@ def test_an_unfinished_run_is_certified_up_to_its_last_step(manifest: Manifest) 
     [
         (lambda steps: steps[:4] + steps[5:], "step 4 is missing from the ledger"),
         (lambda steps: [steps[0], steps[0], *steps[1:]], "step 1 is missing from the ledger or is in it twice"),
-        (
-            lambda steps: [replace(steps[0], samples=13), *steps[1:]],
-            "step 0 has (merged steps, epoch, samples, samples so far)",
-        ),
-        (
-            lambda steps: [*steps[:9], replace(steps[9], sample_digest=5)],
-            "step 9 did not consume the samples of the plan",
-        ),
-        (
-            lambda steps: [*steps, replace(steps[9], step=10)],
-            "step 10 is in the ledger, but the plan ends before that step",
-        ),
+        (lambda steps: [replace(steps[0], samples=13), *steps[1:]], "step 0 has (merged steps, epoch, samples, samples so far)"),
+        (lambda steps: [*steps[:9], replace(steps[9], sample_digest=5)], "step 9 did not consume the samples of the plan"),
+        (lambda steps: [*steps, replace(steps[9], step=10)], "step 10 is in the ledger, but the plan ends before that step"),
         (lambda steps: [], "no step has been committed"),
     ],
-)
+)  # fmt: skip
 def test_the_first_difference_from_the_plan_is_named(manifest: Manifest, change, sentence: str) -> None:
     assert sentence in str(certify(run(manifest, change(rows(manifest))), manifest).difference)
 
@@ -195,14 +186,11 @@ def test_a_measured_learning_rate_only_needs_to_be_close(
 @pytest.mark.parametrize(
     ("changed", "sentence"),
     [
-        (
-            {"loss": 0.5 * (1 + 3e-5)},
-            "step 1 has loss 0.5, but run has 0.500015: a relative difference of 3.0e-05, more than 1e-05",
-        ),
+        ({"loss": 0.5 * (1 + 3e-5)}, "step 1 has loss 0.5, but run has 0.500015: a relative difference of 3.0e-05, more than 1e-05"),
         ({"loss": float("nan")}, "step 1 has loss 0.5, but run has nan"),
         ({"lr": 0.2}, "step 1 has lr 0.1, but run has 0.2"),
     ],
-)
+)  # fmt: skip
 def test_two_runs_that_differ_are_distinguished(manifest: Manifest, changed: dict, sentence: str) -> None:
     steps = rows(manifest)
     other = [steps[0], replace(steps[1], **changed), *steps[2:]]

@@ -57,11 +57,22 @@ def summary_of(events: list[Event], now: float) -> RunSummary:
     return summarize(ledger_of([], events), JOB, now)
 
 
-def test_a_run_that_ended_after_its_last_start_is_finished() -> None:
-    assert summary_of([start(0), end(100)], now=101).state == "finished"
-    assert summary_of([start(0), end(100), start(200)], now=1000).state == "stopped"
-    assert summary_of([start(0), end(100), start(200)], now=259).state == "running"
-    assert summary_of([start(0)], now=60).state == "stopped"
+@pytest.mark.parametrize(
+    ("last_step", "events", "now", "state"),
+    [
+        (None, [start(0), end(100)], 101, "finished"),
+        (None, [start(0), end(100), start(200)], 1000, "stopped"),
+        (None, [start(0), end(100), start(200)], 259, "running"),
+        (None, [start(0)], 60, "stopped"),
+        (500, [start(0)], 559, "running"),
+        (500, [start(0)], 561, "stopped"),
+    ],
+)
+def test_the_state_follows_from_the_last_start_and_end_and_from_the_age_of_the_last_entry(
+    last_step: float | None, events: list[Event], now: float, state: str
+) -> None:
+    steps = [] if last_step is None else [step_of(0, time=last_step)]
+    assert summarize(ledger_of(steps, events), JOB, now).state == state
 
 
 WAITS_FOR_CAPACITY = (GroupEvent(({"rank": 0},), time=0.0), WaitingEvent(1, 2, time=10.0))
@@ -93,11 +104,6 @@ def test_the_heartbeat_of_a_run_says_whether_its_driver_is_alive(tmp_path: Path)
     for change in ({"time": beat["time"] - 2 * SILENCE_S}, {"driver": {**beat["driver"], "started": 1}}):
         store.write(HEARTBEAT_FILE, json.dumps(beat | change).encode())
         assert read_run(store).has_driver is False
-
-
-def test_a_run_with_a_recent_step_is_running() -> None:
-    assert summarize(ledger_of([step_of(0, time=500)], [start(0)]), JOB, now=559).state == "running"
-    assert summarize(ledger_of([step_of(0, time=500)], [start(0)]), JOB, now=561).state == "stopped"
 
 
 def test_a_run_without_steps_has_no_figures() -> None:
@@ -246,12 +252,9 @@ def test_event_data_that_is_not_a_mapping_is_ignored() -> None:
         ({"job.json": b"[]"}, "job.json is damaged"),
         ({"job.json": b'{"name": "x", "spec": 3}'}, "job.json is damaged"),
         ({"job.json": b'{"total_steps": 3}'}, "job.json is damaged"),
-        (
-            {"job.json": b'{"name": "x"}', "ledger/steps-000001-00000.parquet": b"junk"},
-            "steps-000001-00000.parquet cannot be read",
-        ),
+        ({"job.json": b'{"name": "x"}', "ledger/steps-000001-00000.parquet": b"junk"}, "steps-000001-00000.parquet cannot be read"),
     ],
-)
+)  # fmt: skip
 def test_a_directory_without_a_complete_run_is_refused_in_one_sentence(
     tmp_path: Path, files: dict[str, bytes], sentence: str
 ) -> None:

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from study_records import points, quadratic_records, record, study, trials_of, valley
+from study_records import first_group, points, quadratic_records, record, study, valley, valleys
 
-from undula.plan.rules import RULES
+from undula.plan.rules import RULES, RuleName, powers
 from undula.study.exponents import fit_exponent
-from undula.study.findings import Findings, find, judge, law_of
+from undula.study.findings import find, judge, law_of
 from undula.study.fits import Interval, Optimum, ParetoFit, PowerLaw, fit_power_law
 from undula.study.rates import (
     Group,
@@ -26,15 +26,12 @@ from undula.study.spec import LogRange, StudySpec
 from undula.study.trials import State, TrialRecord
 from undula.study.verdicts import critical_batch_text, early_rung_warning, untested_sentences, verdict_sentences
 
-POWERS = {"linear": 1.0, "sqrt": 0.5, "none": 0.0}
-
-
 # Known results of the noisy quadratic model are reproduced.
 
 
 def test_far_below_the_noise_scale_the_best_rate_scales_with_the_batch() -> None:
     spec = study()
-    law = find(spec, quadratic_records(spec, 40_000_000, 0.005)).groups[0].main.laws[0]
+    law = first_group(spec, quadratic_records(spec, 40_000_000, 0.005)).main.laws[0]
     assert law.fit.exponent == pytest.approx(1.0, abs=0.08)
     assert law.rules("rejected") == ["sqrt", "none"]
     assert law.rules("not rejected") == ["linear"]
@@ -43,7 +40,7 @@ def test_far_below_the_noise_scale_the_best_rate_scales_with_the_batch() -> None
 
 def test_above_the_noise_scale_the_best_rate_saturates_and_linear_is_rejected() -> None:
     spec = study(batches=(256, 512, 1024, 2048, 4096, 8192), base_lr_range=LogRange(0.1, 1.999, 40))
-    whole, lower, upper = find(spec, quadratic_records(spec, 16_000_000, 0.002)).groups[0].main.laws
+    whole, lower, upper = first_group(spec, quadratic_records(spec, 16_000_000, 0.002)).main.laws
     assert whole.rules("rejected") == ["linear", "none"]
     assert "linear" not in lower.rules("rejected")
     assert (upper.batches, upper.rules("rejected")) == ("2,048–8,192", ["linear", "sqrt"])
@@ -51,7 +48,7 @@ def test_above_the_noise_scale_the_best_rate_saturates_and_linear_is_rejected() 
 
 def test_the_critical_batch_of_the_quadratic_model_is_found() -> None:
     spec = study(batches=(16, 64, 256, 1024, 4096), base_lr_range=LogRange(0.03, 1.98, 16), seeds=(0,))
-    found = find(spec, quadratic_records(spec, 50_000_000, measurements=800)).groups[0]
+    found = first_group(spec, quadratic_records(spec, 50_000_000, measurements=800))
     assert found.pareto is not None
     assert found.pareto.critical_batch == pytest.approx(790, rel=0.2)
     assert found.pareto.interval.holds(790)
@@ -61,10 +58,7 @@ def test_the_critical_batch_of_the_quadratic_model_is_found() -> None:
 def test_halves_of_many_batches_are_judged_separately() -> None:
     spec = study(batches=(16, 64, 256, 1024, 4096), base_lrs=tuple(np.geomspace(0.01, 10, 13)), base_lr_range=None)
     best = {16: 0.1, 64: 0.4, 256: 1.6, 1024: 1.6, 4096: 1.6}  # the best rate is linear up to 256 and constant above
-    records = [
-        each for batch, rate in best.items() for seed in (0, 1) for each in valley(batch, rate, spec.rates, seed)
-    ]
-    whole, lower, upper = find(spec, records).groups[0].main.laws
+    whole, lower, upper = first_group(spec, valleys(best, spec.rates, (0, 1))).main.laws
     assert (whole.batches, lower.batches, upper.batches) == ("16–4,096", "16–256", "256–4,096")
     assert lower.rules("not rejected") == ["linear"]
     assert upper.rules("not rejected") == ["none"]
@@ -96,7 +90,7 @@ def test_an_infinite_interval_rejects_nothing(exponent: float, end: float) -> No
 @given(rates=st.tuples(st.floats(1e-5, 10), st.floats(1e-5, 10)))
 def test_two_batches_never_reject_a_rule(rates: tuple[float, float]) -> None:
     fit = fit_power_law([Optimum(16, rates[0], 1.0, None), Optimum(64, rates[1], 1.0, None)])
-    assert {each.judgement for each in law_of(fit, dict(POWERS)).verdicts} == {"not tested"}  # type: ignore[arg-type]
+    assert {each.judgement for each in law_of(fit, powers()).verdicts} == {"not tested"}
 
 
 @settings(max_examples=20, deadline=None)
@@ -108,13 +102,11 @@ def test_verdicts_agree_with_the_interval(bests: list[float], shifts: list[float
     spec = study(
         batches=tuple(16 * 4**at for at in range(len(bests))), base_lr_range=LogRange(0.01, 1.9, 9), target=None
     )
-    records = [
-        each
-        for batch, best in zip(spec.batches, bests, strict=True)
-        for seed, shift in enumerate(shifts)
-        for each in valley(batch, best * shift, spec.rates, seed)
-    ]
-    laws = find(spec, records).groups[0].main.laws
+    records = []
+    for batch, best in zip(spec.batches, bests, strict=True):
+        for seed, shift in enumerate(shifts):
+            records += valley(batch, best * shift, spec.rates, seed)
+    laws = first_group(spec, records).main.laws
     assert laws
     for law in laws:
         assert law.verdicts
@@ -131,14 +123,11 @@ def test_seeds_that_disagree_widen_the_interval() -> None:
     spec = study(batches=(16, 64, 256), base_lr_range=LogRange(0.01, 10, 13), target=None)
 
     def interval(shift: float) -> float:
-        records = [
-            each
-            for batch in spec.batches
-            for seed, factor in ((0, shift), (1, 1 / shift))
-            for each in valley(batch, batch / 500 * factor, spec.rates, seed)
-        ]
-        found = find(spec, records).groups[0].main.laws[0].fit.interval
-        return found.high - found.low
+        best = {batch: batch / 500 for batch in spec.batches}
+        records = [*valleys({b: rate * shift for b, rate in best.items()}, spec.rates)]
+        records += valleys({b: rate / shift for b, rate in best.items()}, spec.rates, (1,))
+        interval = first_group(spec, records).main.laws[0].fit.interval
+        return interval.high - interval.low
 
     assert interval(2.0) > interval(1.1) + 0.1
     # The means lie on a line. A draw of two seeds is off by -L, 0, 0 or L, so the slope is off by up to 2 L / log 16. The interval is wider
@@ -163,7 +152,7 @@ def test_optima_without_a_parabola_widen_the_interval_by_the_spacing_of_the_grid
 def test_a_rule_that_predicts_rates_that_diverge_is_reported() -> None:
     """Optima next to divergence are bounds, which no fit uses. Linear is not rejected below them, but predicts too high rates there."""
     spec = study(batches=(64, 128, 256, 512, 4096), base_lr_range=LogRange(0.03, 2.2, 14))
-    found = find(spec, quadratic_records(spec, 16_000_000, 0.01)).groups[0]
+    found = first_group(spec, quadratic_records(spec, 16_000_000, 0.01))
     assert found.main.laws[0].rules("not rejected") == ["linear"]
     asks = [text for text in verdict_sentences(found) if "as high as rates that diverged" in text]
     assert asks == ["linear predicts learning rates at batch 4,096 that are as high as rates that diverged, or higher."]
@@ -172,13 +161,10 @@ def test_a_rule_that_predicts_rates_that_diverge_is_reported() -> None:
 # The state of a trial decides what its loss shows.
 
 
-def test_a_stopped_trial_is_not_the_optimum_but_brackets_it() -> None:
-    optimum = optimum_of(16, points(16, (0.1, 0.2, "stopped"), (0.2, 1.0, "complete"), (0.4, 2.0, "complete")))
-    assert optimum == Optimum(16, 0.2, 1.0, None, open=pytest.approx(np.log(2) / 2))
-
-
-def test_a_trial_that_learned_nothing_brackets_but_is_not_a_point_of_the_parabola() -> None:
-    optimum = optimum_of(16, points(16, (0.1, 1.0, "complete"), (0.2, 0.5, "complete"), (0.4, 13.0, "complete")))
+@pytest.mark.parametrize("beside", [(0.2, 2.0, "stopped"), (1.0, 13.0, "complete")])
+def test_a_trial_that_was_stopped_or_learned_nothing_only_brackets(beside: tuple[float, float, State]) -> None:
+    lower, higher, state = beside
+    optimum = optimum_of(16, points(16, (0.1, lower, state), (0.2, 0.5, "complete"), (0.4, higher, "complete")))
     assert optimum == Optimum(16, 0.2, 0.5, None, open=pytest.approx(np.log(2) / 2))
 
 
@@ -195,22 +181,16 @@ def test_an_optimum_without_a_worse_neighbour_is_a_bound(beside: tuple[State, St
     assert (optimum.rate, optimum.edge) == (0.2, edge)
 
 
-@pytest.mark.parametrize("state", ["diverged", "stopped"])
-def test_one_seed_that_diverged_or_was_stopped_excludes_the_rate(state: State) -> None:
-    records = [record(16, 0.1, 0.5, seed=0), record(16, 0.1, 0.1, state, seed=1)]
-    (point,) = rate_points(records, 16)
-    assert (point.outcome, point.loss) == (state, inf)
+@pytest.mark.parametrize("state", ["diverged", "stopped", "complete"])
+def test_one_seed_that_was_stopped_or_has_no_finite_loss_excludes_the_rate(state: State) -> None:
+    (point,) = rate_points([record(16, 0.1, 0.5), record(16, 0.1, nan if state == "complete" else 0.1, state, 1)], 16)
+    assert (point.outcome, point.loss) == ("diverged" if state == "complete" else state, inf)
 
 
 def test_a_loss_is_the_mean_over_seeds_with_its_deviation() -> None:
     (point,) = rate_points([record(16, 0.1, 1.0, seed=0), record(16, 0.1, 2.0, seed=1)], 16)
     assert point.loss == 1.5
     assert point.deviation == pytest.approx(np.std([1, 2], ddof=1))
-
-
-def test_a_complete_trial_without_a_finite_loss_counts_as_diverged() -> None:
-    (point,) = rate_points([record(16, 0.1, nan)], 16)
-    assert point.outcome == "diverged"
 
 
 # Rules.
@@ -226,28 +206,24 @@ def test_rules_that_only_change_the_rate_share_a_curve() -> None:
     assert tunings_of(spec, Group("adamw", 0)) == (("none", "linear"), ("adam_sde",), ("surge",))
 
 
-def test_trials_at_the_base_batch_count_for_every_rule() -> None:
-    spec = study(rules=("none", "adam_sde"), optimizers=("adamw",), batches=(16, 64, 256))
-    found = find(spec, quadratic_records(spec, 10_000_000)).groups[0]
-    (other,) = found.others
-    assert [len(each.points) for each in other.batches] == [16, 16, 16]
-    assert other.laws[0].verdicts[0].rule == "adam_sde"
+@pytest.mark.parametrize("rules", [("none", "adam_sde"), ("adam_sde",)])
+def test_a_rule_that_changes_more_than_the_rate_is_tuned_under_it(rules: tuple[RuleName, ...]) -> None:
+    spec = study(rules=rules, optimizers=("adamw",), batches=(16, 64, 256))
+    tuning = first_group(spec, quadratic_records(spec, 10_000_000)).tunings[-1]
+    assert tuning.rules == ("adam_sde",)
+    assert [len(each.points) for each in tuning.batches] == [16, 16, 16], (
+        "trials at the base batch count for every rule"
+    )
+    assert [each.rule for each in tuning.laws[0].verdicts] == ["adam_sde"]
 
 
 def test_measured_rules_are_compared_by_loss_only() -> None:
     spec = study(rules=("none", "adascale"), batches=(16, 64, 256))
-    found = find(spec, quadratic_records(spec, 10_000_000)).groups[0]
+    found = first_group(spec, quadratic_records(spec, 10_000_000))
     mine = [each for each in found.predictions if each.rule == "adascale"]
     assert mine
     assert all(each.cost and each.cost[1] > 0 for each in mine)
     assert any(text.startswith("adascale: its exponent is not tested") for text in verdict_sentences(found))
-
-
-def test_a_study_of_a_rule_that_changes_more_than_the_rate_is_tuned_under_it() -> None:
-    spec = study(rules=("adam_sde",), optimizers=("adamw",), batches=(16, 64, 256))
-    found = find(spec, quadratic_records(spec, 10_000_000)).groups[0]
-    assert found.main.rules == ("adam_sde",)
-    assert [each.rule for each in found.main.laws[0].verdicts] == ["adam_sde"]
 
 
 def test_a_nearly_equal_rate_does_not_bracket_the_fewest_steps() -> None:
@@ -261,15 +237,14 @@ def test_a_fit_has_intervals_of_its_level_and_its_slope() -> None:
     spec = study(batches=(16, 64, 256), base_lr_range=LogRange(0.001, 10, 13), target=None)
     levels = []
     for scatter in (1.05, 1.5):
-        best = {16: 0.05, 64: 0.05 * scatter, 256: 0.05}
-        records = [each for batch, rate in best.items() for each in valley(batch, rate, spec.rates)]
-        levels.append(find(spec, records).groups[0].main.laws[0].fit.level)
+        records = valleys({16: 0.05, 64: 0.05 * scatter, 256: 0.05}, spec.rates)
+        levels.append(first_group(spec, records).main.laws[0].fit.level)
     # Student's quantile for one degree of freedom gives 12.7 s / sqrt(3), where s^2 is 2/3 of the square of the middle residual.
     assert levels[1] == pytest.approx(12.706 * np.log(1.5) * (2 / 3) ** 0.5 / 3**0.5, rel=0.05)
     assert levels[0] < levels[1] / 5
-    stopped = [each if each.state == "complete" and abs(each.lr - 0.05) < 0.02 else replace(each, state="stopped")
-               for batch in spec.batches for each in valley(batch, 0.0464, spec.rates)]  # fmt: skip
-    assert find(spec, stopped).groups[0].main.laws[0].fit.level > 0.3, "the level has the uncertainty of the grid"
+    near = valleys(dict.fromkeys(spec.batches, 0.0464), spec.rates)
+    stopped = [each if abs(each.lr - 0.05) < 0.02 else replace(each, state="stopped") for each in near]
+    assert first_group(spec, stopped).main.laws[0].fit.level > 0.3, "the level has the uncertainty of the grid"
 
 
 def test_trials_that_learned_nothing_have_no_optimum() -> None:
@@ -284,25 +259,17 @@ def test_trials_that_learned_nothing_have_no_optimum() -> None:
 
 def test_an_interval_that_contains_every_rule_distinguishes_none() -> None:
     used = (Optimum(16, 1, 1, None), Optimum(64, 1, 1, None), Optimum(1024, 1, 1, None))
-    powers: Any = dict(POWERS)
-    assert not law_of(PowerLaw(1, 0.5, Interval(-15, 16), used, ()), powers).tells_apart
-    assert law_of(PowerLaw(1, 0.5, Interval(0.2, 16), used, ()), powers).tells_apart
+    assert not law_of(PowerLaw(1, 0.5, Interval(-15, 16), used, ()), powers()).tells_apart
+    assert law_of(PowerLaw(1, 0.5, Interval(0.2, 16), used, ()), powers()).tells_apart
     spec = study(base_lrs=tuple(np.geomspace(0.001, 100, 21)), base_lr_range=None, target=None)
     best = dict(zip(spec.batches, (0.01, 3.0, 0.02, 5.0, 0.03), strict=True))
-    records = [
-        each for batch, rate in best.items() for seed in (0, 1) for each in valley(batch, rate, spec.rates, seed)
-    ]
-    sentences = verdict_sentences(find(spec, records).groups[0])
+    sentences = verdict_sentences(first_group(spec, valleys(best, spec.rates, (0, 1))))
     assert sentences[0].endswith(
         "contains linear (1), sqrt (0.5) and none (0), so the data do not distinguish the rules."
     )
 
 
 # With insufficient trials, each missing finding has a reason.
-
-
-def findings_of(spec: StudySpec, change: Callable[[TrialRecord], TrialRecord] = lambda record: record) -> Findings:
-    return find(spec, [change(each) for each in quadratic_records(spec, 1_000_000)])
 
 
 @pytest.mark.parametrize(
@@ -326,7 +293,7 @@ def findings_of(spec: StudySpec, change: Callable[[TrialRecord], TrialRecord] = 
 def test_missing_findings_have_a_reason(
     spec: StudySpec, change: Callable[[TrialRecord], TrialRecord], reason: str
 ) -> None:
-    findings = findings_of(spec, change)
+    findings = find(spec, [change(each) for each in quadratic_records(spec, 1_000_000)])
     sentences = [text for found in findings.groups for text in verdict_sentences(found)] + list(
         untested_sentences(findings)
     )
@@ -343,14 +310,9 @@ def test_a_first_rung_within_a_scaled_warmup_is_reported(rules: tuple[Any, ...],
     assert f"up to {longest};" in note or not longest
 
 
-def test_a_study_without_records_has_findings() -> None:
-    findings = find(study(), [])
-    assert findings.groups[0].main.laws == ()
-    assert len(trials_of(study())) == 160
-
-
 def test_a_rule_with_an_optimizer_that_it_is_not_known_for_gives_a_warning() -> None:
     findings = find(study(rules=("none", "linear"), optimizers=("adamw",)), [])
+    assert findings.groups[0].main.laws == (), "a study without records has findings"
     assert any(
         text.startswith("linear is only known to hold for LARS, SGD, but the optimizer is AdamW")
         for text in findings.warnings
@@ -372,13 +334,7 @@ def test_steps_that_do_not_bound_the_critical_batch_give_none() -> None:
         for batch, lowest in ((16, 4.5), (64, -36.0), (256, 4.5))  # 10 steps, 1 and 10
         for rate in spec.rates
     ]
-    found = find(spec, records).groups[0]
+    found = first_group(spec, records)
     assert [each.fewest and each.fewest.steps for each in found.main.batches] == [(10.0,), (1.0,), (10.0,)]
     assert found.pareto is None
     assert any("steps to the target do not bound it on either side" in text for text in verdict_sentences(found))
-
-
-def test_a_law_has_the_range_of_its_batches() -> None:
-    used = (Optimum(16, 1, 1, None), Optimum(1024, 1, 1, None))
-    law = law_of(PowerLaw(1, 0, Interval(-0.1, 0.1), used, ()), {"none": 0.0})
-    assert (law.batches, law.verdicts[0].judgement) == ("16–1,024", "not rejected")

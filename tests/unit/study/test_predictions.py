@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from study_records import points, record, study, valley
+from study_records import first_group, points, prediction, record, study, valley, valleys
 
 from undula.study.findings import Prediction, find
 from undula.study.rates import LossAt, loss_at
@@ -17,8 +17,7 @@ from undula.study.verdicts import verdict_sentences
 
 def test_predictions_follow_the_rule_from_the_tuned_base_rate() -> None:
     spec = study(batches=(16, 64), target=None, base_lr_range=LogRange(0.01, 10, 13))
-    records = [each for batch in (16, 64) for each in valley(batch, 0.1 * batch / 16, spec.rates)]
-    linear = next(each for each in find(spec, records).groups[0].predictions if each.rule == "linear")
+    linear = prediction(spec, valleys({16: 0.1, 64: 0.4}, spec.rates))
     assert linear.rate == pytest.approx(0.4, rel=1e-3)
     assert linear.tuned == pytest.approx(0.4, rel=1e-3)
 
@@ -33,11 +32,9 @@ def test_a_loss_at_an_untried_rate_is_interpolated() -> None:
 
 def test_a_rule_costs_the_loss_at_its_predicted_rate() -> None:
     spec = study(batches=(16, 64), target=None, base_lrs=tuple(np.geomspace(0.01, 10, 13)), base_lr_range=None)
-    records = [each for batch in (16, 64) for each in valley(batch, 0.1, spec.rates)]
-    asked = {each.rule: each for each in find(spec, records).groups[0].predictions}
-    assert asked["none"].at_rate.loss == pytest.approx(1.0, abs=0.1)
-    assert asked["sqrt"].at_rate.loss == pytest.approx(1 + np.log(2) ** 2, abs=0.1)
-    assert asked["linear"].at_rate.loss == pytest.approx(1 + np.log(4) ** 2, abs=0.1)
+    records = valleys({16: 0.1, 64: 0.1}, spec.rates)
+    for rule, factor in (("none", 1), ("sqrt", 2), ("linear", 4)):
+        assert prediction(spec, records, rule).at_rate.loss == pytest.approx(1 + np.log(factor) ** 2, abs=0.1)
 
 
 @pytest.mark.parametrize(
@@ -62,21 +59,19 @@ def test_a_cost_of_bounds_is_a_bound(is_between: bool, tuned_bound: Any, bound: 
 def test_a_prediction_from_a_bound_is_a_bound() -> None:
     spec = study(batches=(16, 64), target=None, base_lrs=(0.1, 0.2, 0.4), base_lr_range=None)
     for best, bound in ((0.01, "≤"), (4.0, "≥")):
-        records = [each for batch in (16, 64) for each in valley(batch, best, spec.rates)]
-        linear = next(each for each in find(spec, records).groups[0].predictions if each.rule == "linear")
+        linear = prediction(spec, valleys({16: best, 64: best}, spec.rates))
         assert (linear.bound, linear.tuned_bound) == (bound, bound)
         assert linear.ratio is None
         assert linear.at_rate == LossAt(), "the rate is unknown"
-    alone = [each for batch in (16, 64) for each in valley(batch, 0.1, (0.1,))]
-    assert next(iter(find(spec, alone).groups[0].predictions)).bound == "~"
+    assert prediction(spec, valleys({16: 0.1, 64: 0.1}, (0.1,))).bound == "~"
 
 
 def test_a_rule_whose_rate_is_an_upper_bound_is_not_reported_as_diverging() -> None:
     spec = study(batches=(16, 64), target=None, base_lrs=(0.1, 0.2, 0.4), base_lr_range=None)
     records = [*valley(16, 0.01, spec.rates), *valley(64, 0.2, (0.1, 0.2)), record(64, 0.4, nan, "diverged")]
-    linear = next(each for each in find(spec, records).groups[0].predictions if each.rule == "linear")
+    linear = prediction(spec, records)
     assert (linear.rate, linear.bound) == (pytest.approx(0.4), "≤")
-    assert not any("rates that diverged" in text for text in verdict_sentences(find(spec, records).groups[0]))
+    assert not any("rates that diverged" in text for text in verdict_sentences(first_group(spec, records)))
 
 
 def test_the_table_of_predictions_has_bounds_and_outcomes() -> None:

@@ -54,6 +54,13 @@ def begin(study: Study) -> None:
         write_outcome(store, TrialRecord(trial, "complete", trial.base_lr, curve), False)
 
 
+def status_of(*arguments: str) -> object:
+    """Return the exit status of `undula study`."""
+    with pytest.raises(SystemExit) as ended:
+        main(["study", *arguments])
+    return ended.value.code
+
+
 def check(study: Study) -> None:
     study.check(wanted(study.spec, {}))
 
@@ -149,8 +156,7 @@ def test_a_rung_beyond_the_end_is_refused(study: StudyOf) -> None:
 
 @pytest.mark.parametrize("price", ["-5", "nan", "inf", "much"])
 def test_an_invalid_price_is_refused(price: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit, match="2"):
-        main(["study", "report", "rates", "--worker-hour", price])
+    assert status_of("report", "rates", "--worker-hour", price) == 2
     assert "undula: Invalid value for '--worker-hour': " in capsys.readouterr().err
 
 
@@ -182,9 +188,7 @@ def test_a_study_whose_trials_have_ended_is_reported_without_a_cluster(
     monkeypatch.delenv("RAY_API_SERVER_ADDRESS", raising=False)
     begin(made := study())
     study(target=2.0)
-    with pytest.raises(SystemExit) as exit:
-        main(["study", str(tmp_path / "study.yaml")])
-    assert exit.value.code == 0
+    assert status_of(str(tmp_path / "study.yaml")) == 0
     out = capsys.readouterr().out
     assert "all 4 trials have ended; start over with --fresh" in out
     assert out.splitlines()[-1] == f"study directory: {made.url}"
@@ -203,9 +207,8 @@ def test_an_unfinished_study_needs_a_cluster(
     write_outcome(made.store / TRIALS / failed.name, TrialRecord(failed, state, 0.1), False)
     asked: list[str] = []
     monkeypatch.setattr(submission, "run_submission", lambda *arguments: asked.append("submitted") or 0)
-    with pytest.raises(SystemExit) as exit:
-        main(["study", str(tmp_path / "study.yaml"), *(["--fresh"] if is_fresh else [])])
-    assert (exit.value.code, asked) == (0, ["submitted"])
+    assert status_of(str(tmp_path / "study.yaml"), *(["--fresh"] if is_fresh else [])) == 0
+    assert asked == ["submitted"]
 
 
 def test_a_study_for_a_running_cluster_is_not_checked_here(
@@ -214,6 +217,4 @@ def test_a_study_for_a_running_cluster_is_not_checked_here(
     study()
     monkeypatch.setenv("RAY_API_SERVER_ADDRESS", "http://elsewhere:8265")
     monkeypatch.setattr(submission, "run_submission", lambda *arguments: 0)
-    with pytest.raises(SystemExit) as exit:
-        main(["study", str(tmp_path / "study.yaml"), "overrides.data.train=/on/the/cluster"])
-    assert exit.value.code == 0
+    assert status_of(str(tmp_path / "study.yaml"), "overrides.data.train=/on/the/cluster") == 0

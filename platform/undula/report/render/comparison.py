@@ -135,8 +135,8 @@ def _validation(run: ComparedRun) -> PointsAndValues:
 
 def _metric(name: str) -> Callable[[ComparedRun], PointsAndValues]:
     def curve_of(run: ComparedRun) -> PointsAndValues:
-        found = metric_curves(run.record, run.summary.began or 0.0)
-        points, y = found.get(name, (points_of(run.record.ledger.steps.slice(0, 0), 0.0), np.empty(0)))
+        curves = metric_curves(run.record, run.summary.began or 0.0)
+        points, y = curves.get(name, (points_of(run.record.ledger.steps.slice(0, 0), 0.0), np.empty(0)))
         return _with_dollars(points, run), y
 
     return curve_of

@@ -100,7 +100,7 @@ def render_chart(chart: Chart, more_style: str) -> str:
     """
     environment = _environment(SHARED_PACKAGE)
     light = dict(re.findall(r"--(\w+): (#\w+);", _source(environment, "style.css").partition("@media")[0]))
-    style = re.sub(r"var\(--(\w+)\)", lambda found: light[found[1]], _source(environment, "chart.css"))
+    style = re.sub(r"var\(--(\w+)\)", lambda name: light[name[1]], _source(environment, "chart.css"))
     legend, top = _legend_rows(chart.keys, 24 if chart.legend else 6)
     size = FILE_WIDTH - FILE_LEFT - 14.0, FILE_HEIGHT - top - 66.0
     return environment.get_template("chart.svg").render(

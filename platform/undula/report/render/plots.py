@@ -71,10 +71,10 @@ def plot(
 
 def strip(values: Sequence[float] | Floats, width: int) -> str:
     """Draw values as one line of `width` bars. The largest value has full height; 0 and NaN are blank."""
-    found = np.asarray(values, dtype=np.float64)
-    if not len(found):
+    heights = np.asarray(values, dtype=np.float64)
+    if not len(heights):
         return " " * width
-    cells = found[np.linspace(0, len(found) - 1, width).round().astype(int)]
+    cells = heights[np.linspace(0, len(heights) - 1, width).round().astype(int)]
     top = float(np.nanmax(cells, initial=0.0)) or 1.0
     return "".join(_BARS[math.ceil(cell / top * 8)] if math.isfinite(cell) and cell > 0 else " " for cell in cells)
 
@@ -123,8 +123,8 @@ def speed_plot(run: RecordedRun, width: int) -> RenderableType:
     began = min([event.time for event in run.events[:1]] + column(steps, "time")[:1].tolist())
     x, y, sizes = column(steps, "time") - began, throughput(steps), column(steps, "world_size")
     restarts = np.flatnonzero(np.diff(column(steps, "attempt"))) + 1
-    found = range_of(x, y)
-    shown = PlotRange(0.0, max(found.x_high, 1e-3), 0.0, found.y_high)
+    whole = range_of(x, y)
+    shown = PlotRange(0.0, max(whole.x_high, 1e-3), 0.0, whole.y_high)
     drawn = plot(np.insert(x, restarts, x[restarts]), np.insert(y, restarts, np.nan), inner, PLOT_ROWS - 2, shown)
     # Each bar stands for a slice of time, and shows the first step that was committed at or after its end.
     ends = np.arange(1, inner + 1) / inner * shown.x_high

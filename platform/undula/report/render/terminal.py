@@ -98,13 +98,13 @@ def print_runs(
     studies = _folders_with(entries, STUDY_FILE)
     folders = _folders_with(entries, JOB_FILE, LEDGER)
     with ThreadPoolExecutor(READERS, thread_name_prefix="undula-runs") as threads:
-        for folder, found in zip(
+        for folder, summarized in zip(
             folders, threads.map(lambda folder: _summary_of(store_of_runs / folder, now), folders), strict=True
         ):
-            if isinstance(found, UndulaError):
-                reasons[folder] = str(found)
+            if isinstance(summarized, UndulaError):
+                reasons[folder] = str(summarized)
             else:
-                summary, spec = found
+                summary, spec = summarized
                 summaries[folder] = replace(summary, state=jobs.get(folder, summary.state))
                 values[folder] = dict(leaves({"run": folder, **spec, **summaries[folder].as_json()}))
     unseen = _without_directory(jobs, {*folders, *studies}, selection)
@@ -156,12 +156,10 @@ def print_comparison(comparison: Comparison, *, console: Console | None = None) 
     for key, values in comparison.settings:
         table.add_row(Text(printable(key)), *(Text(printable(value, 60)) for value in values))
     lines: list[RenderableType] = [table if comparison.settings else Text("the jobs have the same settings")]
-    for each in comparison.agreements:
-        found = each.certificate
-        what = f"different: {found.difference}" if found.difference else "; ".join(found.proved) or "not proved"
-        lines.append(
-            Text(printable(f"{each.label} and {each.against}: {what}"), style="red" if found.difference else "")
-        )
+    for pair in comparison.agreements:
+        difference = pair.certificate.difference
+        what = f"different: {difference}" if difference else "; ".join(pair.certificate.proved) or "not proved"
+        lines.append(Text(printable(f"{pair.label} and {pair.against}: {what}"), style="red" if difference else ""))
     if comparison.alone:
         lines.append(Text(printable(f"with a plan or data of their own: {', '.join(comparison.alone)}")))
     (console or Console()).print(Group(*lines))

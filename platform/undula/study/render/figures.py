@@ -42,68 +42,68 @@ class StudyFigure:
     """Sentence with the reason why there is no chart; empty if there is one."""
 
 
-def group_figures(findings: Findings, found: GroupFindings) -> Iterator[StudyFigure]:
+def group_figures(findings: Findings, results: GroupFindings) -> Iterator[StudyFigure]:
     """Yield the figures of a group, in the order of the page."""
-    spec, base, fit = findings.spec, findings.spec.batches[0], found.pareto
+    spec, base, fit = findings.spec, findings.spec.batches[0], results.pareto
     has_seeds = len(spec.seeds) > 1
-    is_starred = any(each.optimum and each.optimum.interior for each in found.main.batches)
-    has_level = any(isfinite(law.fit.level) for law in found.main.laws[:1])
+    is_starred = any(each.optimum and each.optimum.interior for each in results.main.batches)
+    has_level = any(isfinite(law.fit.level) for law in results.main.laws[:1])
     figures: list[tuple[str, str, str, Callable[[], Chart]]] = [
         (
             "steps", "Steps to the target",
             "The fewest steps over all learning rates, as the mean over seeds; small dots are single seeds. Perfect scaling "
             "halves the steps when the batch doubles.",
-            partial(draw_to_target, found, spec, "steps"),
+            partial(draw_to_target, results, spec, "steps"),
         ),
         (
             "samples", "Samples to the target",
             "The samples of the trials with the fewest steps."
             + (" Up to the critical batch, whose interval is the band, a larger batch costs few extra samples." if fit else ""),
-            partial(draw_to_target, found, spec, "samples"),
+            partial(draw_to_target, results, spec, "samples"),
         ),
         (
             "pareto", "Steps against samples",
             "Up and to the left, trials take fewer steps and more samples. Numbers are batches." + _pareto_note(fit),
-            partial(draw_pareto, found),
+            partial(draw_pareto, results),
         ),
         (
             "rates", "Loss against learning rate",
             "The loss after the same number of samples at each batch."
             + (" Bars show the standard deviation over seeds." if has_seeds else "")
             + (" A star marks the vertex of a parabola through the lowest loss and its neighbours." if is_starred else ""),
-            partial(draw_rates, found.main, spec),
+            partial(draw_rates, results.main, spec),
         ),
         (
             "best-rate", "Best learning rate against batch",
             "The lines of the rules start at the best rate of the base batch, unless that is only a bound."
             + (" The band is the 95 % interval of the fit." if has_level else "")
             + (" Wide bars span the best rates of single seeds." if has_seeds else ""),
-            partial(draw_best_rate, found, base),
+            partial(draw_best_rate, results, base),
         ),
         (
             "predicted", "Predicted against tuned learning rate",
             "Above 1, a rule predicts a higher rate than the best one; below 1, a lower rate.",
-            partial(draw_predicted, found, base),
+            partial(draw_predicted, results, base),
         ),
         (
             "noise", "Gradient noise scale over training",
             "The noise scale of the best trial at each batch." + (" The band is the interval of the critical batch." if fit else ""),
-            partial(draw_noise, found),
+            partial(draw_noise, results),
         ),
         (
             "map", "Loss and divergence by batch and learning rate",
-            "Bright squares are near the lowest loss of their batch.", partial(draw_map, found.main),
+            "Bright squares are near the lowest loss of their batch.", partial(draw_map, results.main),
         ),
         *(
             (
                 f"rates-{tuning.rules[0]}", f"Loss against learning rate under {tuning.rules[0]}",
                 "All rules agree at the base batch.", partial(draw_rates, tuning, spec),
             )
-            for tuning in found.others
+            for tuning in results.others
         ),
     ]  # fmt: skip
     for name, title, note, draw in figures:
-        yield _figure(f"{found.group.key}-{name}", title, note, f"{title}: {found.group.title}", draw)
+        yield _figure(f"{results.group.key}-{name}", title, note, f"{title}: {results.group.title}", draw)
 
 
 def _pareto_note(fit: ParetoFit | None) -> str:
@@ -129,16 +129,16 @@ def _figure(name: str, title: str, note: str, label: str, draw: Callable[[], Cha
         return StudyFigure(name, title, note, None, f"{text[:1].upper()}{text[1:]}.")
 
 
-def _reached(found: GroupFindings) -> list[tuple[int, Fewest]]:
-    return [(each.batch, each.fewest) for each in found.main.batches if each.fewest]
+def _reached(results: GroupFindings) -> list[tuple[int, Fewest]]:
+    return [(each.batch, each.fewest) for each in results.main.batches if each.fewest]
 
 
-def draw_to_target(found: GroupFindings, spec: StudySpec, what: str) -> Chart:
+def draw_to_target(results: GroupFindings, spec: StudySpec, what: str) -> Chart:
     """Draw the steps or samples to the target over the batch, with perfect scaling and the fit; `what` is `steps` or `samples`."""
-    rows, fit, in_samples = _reached(found), found.pareto, what == "samples"
-    batches = [each.batch for each in found.main.batches]
+    rows, fit, in_samples = _reached(results), results.pareto, what == "samples"
+    batches = [at.batch for at in results.main.batches]
     if not rows or len(batches) < 2:
-        raise NoFigure(found.pareto_problem or f"the study has one batch ({spec.batches[0]:,})")
+        raise NoFigure(results.pareto_problem or f"the study has one batch ({spec.batches[0]:,})")
     batch_x, x = batch_axis(batches), np.geomspace(min(batches), max(batches), 80)
     first, least = rows[0]
     ideal = np.full(len(x), least.mean_samples) if in_samples else least.mean_steps * first / x
@@ -175,12 +175,12 @@ def _mean(batch: int, x: float, y: float, fewest: Fewest) -> Points:
     return Points([x], [y], f"{batch_css(batch)}{' hollow' if is_open(fewest) else ''}")
 
 
-def draw_pareto(found: GroupFindings) -> Chart:
+def draw_pareto(results: GroupFindings) -> Chart:
     """Draw the samples over the steps to the target, with the fitted hyperbola."""
-    rows, fit = _reached(found), found.pareto
+    rows, fit = _reached(results), results.pareto
     if len(rows) < 2:
-        raise NoFigure(found.pareto_problem)
-    batches = [each.batch for each in found.main.batches]
+        raise NoFigure(results.pareto_problem)
+    batches = [at.batch for at in results.main.batches]
     steps, samples = [each.mean_steps for _, each in rows], [each.mean_samples for _, each in rows]
     least = [(fit.fewest_steps, fit.fewest_samples)] if fit and is_bounded(fit) else []
     x = log_axis(min([*steps, *(s for s, _ in least)]), max(steps), "steps to the target, S", pad=0.1)
@@ -208,16 +208,16 @@ def draw_pareto(found: GroupFindings) -> Chart:
     return Chart(x, y, layers, keys)
 
 
-def draw_noise(found: GroupFindings) -> Chart:
+def draw_noise(results: GroupFindings) -> Chart:
     """Draw the gradient noise scale during the best trial at each batch, with the critical batch."""
     curves = []
-    for each in found.main.batches:
+    for each in results.main.batches:
         record = best_record(each)
         kept = [(at, scale) for at, scale in record.noise if isfinite(scale) and scale > 0] if record else []
         curves += [(each.batch, np.array(kept).T)] if kept else []
     if not curves:
         raise NoFigure("none of the best trials measured the gradient noise scale")
-    fit = found.pareto
+    fit = results.pareto
     scales = np.concatenate([scale for _, (_, scale) in curves])
     scales = np.append(scales, [fit.critical_batch] if fit and is_bounded(fit) else [])
     x = linear_axis(0.0, max(at[-1] for _, (at, _) in curves), label="samples")
@@ -236,12 +236,14 @@ def draw_noise(found: GroupFindings) -> Chart:
 
 def draw_warmups(findings: Findings, optimizer: Optimizer) -> Chart:
     """Draw the lowest loss over the batch, with a line for each warmup."""
-    groups = [found for found in findings.groups if found.group.optimizer == optimizer]
+    groups = [results for results in findings.groups if results.group.optimizer == optimizer]
     if len(groups) < 2:
         raise NoFigure(
             f"the study has one warmup ({findings.spec.warmup_axis[0]:,} samples), but an ablation takes two or more"
         )
-    by_batch = [over_common_seeds(batches) for batches in zip(*(found.main.batches for found in groups), strict=True)]
+    by_batch = [
+        over_common_seeds(batches) for batches in zip(*(results.main.batches for results in groups), strict=True)
+    ]
     curves = [
         [(each[place].batch, lowest) for each in by_batch if (lowest := each[place].lowest)]
         for place in range(len(groups))
@@ -256,11 +258,11 @@ def draw_warmups(findings: Findings, optimizer: Optimizer) -> Chart:
     y = log_axis(min(losses) / 2, max(bars), label, pad=0.08) if is_log else padded_axis(min(bars), max(bars), label)
     layers: list[Layer] = []
     keys = []
-    for place, (found, curve) in enumerate(zip(groups, curves, strict=True)):
+    for place, (results, curve) in enumerate(zip(groups, curves, strict=True)):
         shift = 1 + 0.02 * (place - (len(groups) - 1) / 2)  # keeps bars from covering each other
         css, dash = warmup_css(place), WARMUP_DASHES[place % len(WARMUP_DASHES)]
         x, loss = np.array([batch * shift for batch, _ in curve]), np.array([point.loss for _, point in curve])
         layers += [Line(x, loss, css, dash), Points(x, loss, css), deviation_bars(x, [p for _, p in curve], y, css)]
-        warmup = found.group.warmup
+        warmup = results.group.warmup
         keys.append(Key(f"{warmup:,} samples" if warmup else "none", css, "circle", is_line=True, dash=dash))
     return Chart(batch_axis([each.batch for each in groups[0].main.batches]), y, layers, keys, "warmup")

@@ -35,7 +35,7 @@ def colors(batches: Sequence[int], warmups: int) -> Mapping[str, tuple[str, str]
     """
     low, high = min(batches), max(batches)
     shares = {batch_css(batch): log10(batch / low) / log10(high / low) if high > low else 0.0 for batch in batches}
-    shares |= {warmup_css(place): log10(place + 2) / log10(warmups + 1) for place in range(warmups)}
+    shares |= {warmup_css(place): log10(place + 1) / log10(warmups + 1) for place in range(warmups)}
     # A light page lacks the lightest end of the map, and a dark page the darkest.
     scales = {css: (_mixed(VIRIDIS, 0.84 * share), _mixed(VIRIDIS, 0.3 + 0.7 * share)) for css, share in shares.items()}
     levels = {level_css(level / (LEVELS - 1)): level / (LEVELS - 1) for level in range(LEVELS)}

@@ -54,7 +54,7 @@ def write_report(store: Store, spec: StudySpec, records: Sequence[TrialRecord]) 
         StorageError: The directory cannot be written.
     """
     findings = find(spec, records)
-    groups = [list(group_figures(findings, found)) for found in findings.groups]
+    groups = [list(group_figures(findings, results)) for results in findings.groups]
     warmups = list(warmup_figures(findings))
     folder = store / FOLDER
     palette = _colors(findings)
@@ -83,8 +83,8 @@ def verdict_lines(spec: StudySpec, records: Sequence[TrialRecord]) -> list[str]:
     """Return the verdicts of the page as lines for a terminal."""
     findings = find(spec, records)
     lines = []
-    for found in findings.groups:
-        lines += [f"{found.group.title}:", *(f"  {text}" for text in verdict_sentences(found))]
+    for results in findings.groups:
+        lines += [f"{results.group.title}:", *(f"  {text}" for text in verdict_sentences(results))]
     lines += [f"note: {text}" for text in findings.warnings]
     return [*lines, "not tested:", *(f"  {text}" for text in untested_sentences(findings))]
 
@@ -104,11 +104,12 @@ def render(findings: Findings, groups: Sequence[Sequence[StudyFigure]], warmups:
         "facts": _facts(findings),
         "tiles": [*_result_tiles(findings), *_effort_tiles(findings)],
         "verdicts": [
-            (found.group.title, verdict_sentences(found), tables.verdict_table(found)) for found in findings.groups
+            (results.group.title, verdict_sentences(results), tables.verdict_table(results))
+            for results in findings.groups
         ],
         "warnings": findings.warnings,
         "untested": untested_sentences(findings),
-        "groups": [(found.group.title, figures) for found, figures in zip(findings.groups, groups, strict=True)],
+        "groups": [(results.group.title, figures) for results, figures in zip(findings.groups, groups, strict=True)],
         "warmups": warmups,
         "predictions": tables.predictions_table(findings),
         "space": tables.space_table(spec),
@@ -196,9 +197,9 @@ def _lowest(findings: Findings) -> tuple[float, str]:
     """Return the lowest mean loss over common seeds and a description of its trial, or infinity if no trial is complete."""
     spec = findings.spec
     where = [
-        (found.group, tuning.rules, each)
-        for found in findings.groups
-        for tuning in found.tunings
+        (results.group, tuning.rules, each)
+        for results in findings.groups
+        for tuning in results.tunings
         for each in tuning.batches
     ]
     compared = over_common_seeds([each for *_, each in where])

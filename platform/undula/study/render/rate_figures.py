@@ -114,22 +114,22 @@ def _loss_axis(losses: Sequence[float], above: float, label: str) -> tuple[Axis,
     return padded_axis(low, low + (high - low) / (1 - above), label, pad=0.08), high
 
 
-def draw_best_rate(found: GroupFindings, base: int) -> Chart:
+def draw_best_rate(results: GroupFindings, base: int) -> Chart:
     """Draw the best learning rate over the batch, the fitted power law with its interval, and a line for each rule."""
-    optima = [(each, each.optimum) for each in found.main.batches if each.optimum]
-    batches = [each.batch for each in found.main.batches]
+    optima = [(each, each.optimum) for each in results.main.batches if each.optimum]
+    batches = [at.batch for at in results.main.batches]
     if not optima:
-        raise NoFigure(_why_no_loss(found.main.batches))
+        raise NoFigure(_why_no_loss(results.main.batches))
     if len(batches) < 2:
-        raise NoFigure(found.main.problem)
-    fit = found.main.laws[0].fit if found.main.laws else None
+        raise NoFigure(results.main.problem)
+    fit = results.main.laws[0].fit if results.main.laws else None
     at_base = next((optimum for each, optimum in optima if each.batch == base and optimum.interior), None)
     others = {
         tuning.rules[0]: [one for each in tuning.batches if (one := each.optimum) and each.batch != base]
-        for tuning in found.others
+        for tuning in results.others
     }
     x = np.geomspace(min(batches), max(batches), 200)
-    rules = _rules_with_lines(found)
+    rules = _rules_with_lines(results)
     lines = {power: at_base.rate * (x / base) ** power for power in rules} if at_base else {}
     rates = [optimum.rate for _, optimum in optima] + [each.rate for best in others.values() for each in best]
     rates += [fit.factor * batch**fit.exponent for batch in batches] if fit else []
@@ -154,9 +154,9 @@ def draw_best_rate(found: GroupFindings, base: int) -> Chart:
     return Chart(batch_axis(batches), y, layers, keys)
 
 
-def _rules_with_lines(found: GroupFindings) -> dict[float, list[RuleName]]:
+def _rules_with_lines(results: GroupFindings) -> dict[float, list[RuleName]]:
     """Return the rules that scale with a power of the batch, by their exponent. Rules with the same exponent share a line."""
-    names = [each.rule for law in found.main.laws[:1] for each in law.verdicts] or list(powers())
+    names = [each.rule for law in results.main.laws[:1] for each in law.verdicts] or list(powers())
     exponents = [(RULES[name].exponent, name) for name in dict.fromkeys(names)]
     return {power: [name for one, name in exponents if one == power] for power, _ in exponents if power is not None}
 
@@ -189,15 +189,15 @@ def _fit_layers(fit: PowerLaw | None, x: Floats, y: Axis) -> tuple[list[Layer], 
     return layers, [Key(f"batch^{fit.exponent:.2f} ({label})", "thin ink", is_line=True)]
 
 
-def draw_predicted(found: GroupFindings, base: int) -> Chart:
+def draw_predicted(results: GroupFindings, base: int) -> Chart:
     """Draw the ratio of predicted to tuned rates over the batch. Rules predict rates from the tuned rate of the base batch."""
-    rows = [(each.rule, each.batch, *each.ratio) for each in found.predictions if each.ratio]
+    rows = [(each.rule, each.batch, *each.ratio) for each in results.predictions if each.ratio]
     if not rows:
-        at_base = next((each for each in found.main.batches if each.batch == base), None)
+        at_base = next((each for each in results.main.batches if each.batch == base), None)
         raise NoFigure(
             f"rules predict from the base batch: {at_base.problem}"
             if at_base and at_base.problem
-            else found.main.problem or "only the base batch has a tuned learning rate"
+            else results.main.problem or "only the base batch has a tuned learning rate"
         )
     ratios = [ratio for *_, ratio in rows]
     x = batch_axis(sorted({base, *(batch for _, batch, _, _ in rows)}))
@@ -255,7 +255,7 @@ def draw_map(tuning: Tuning) -> Chart:
     rates = [point.rate for _, point in points]
     legend = "loss over the lowest of its batch" if positive else ""
     y = log_axis(min(rates), max(rates), "learning rate")
-    return Chart(batch_axis([each.batch for each in tuning.batches]), y, layers, keys, legend)
+    return Chart(batch_axis([at.batch for at in tuning.batches]), y, layers, keys, legend)
 
 
 def _cell(batches: Sequence[AtBatch]) -> Glyph:

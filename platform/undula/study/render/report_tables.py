@@ -82,12 +82,12 @@ def states_table(findings: Findings) -> PageTable:
     counts: dict[int, Counter[State]] = {batch: Counter() for batch in sorted(findings.spec.batches)}
     for record in findings.records:
         counts.setdefault(record.trial.batch, Counter())[record.state] += 1
-    shown = [state for state in STATES if state in STATES[:4] or any(found[state] for found in counts.values())]
+    shown = [state for state in STATES if state in STATES[:4] or any(count[state] for count in counts.values())]
     rows = [
-        [f"{batch:,}", *(f"{found[state]:,}" for state in shown), f"{found.total():,}"]
-        for batch, found in counts.items()
+        [f"{batch:,}", *(f"{count[state]:,}" for state in shown), f"{count.total():,}"]
+        for batch, count in counts.items()
     ]
-    sums = [sum(found[state] for found in counts.values()) for state in shown]
+    sums = [sum(count[state] for count in counts.values()) for state in shown]
     rows.append(["all", *(f"{each:,}" for each in sums), f"{sum(sums):,}"])
     return _table(", ".join(["batch", *shown, "all"]), rows)
 
@@ -102,9 +102,9 @@ def failures_table(findings: Findings) -> PageTable | None:
 def seeds_table(findings: Findings) -> PageTable:
     """Return the table of the mean and standard deviation, over seeds, of the lowest loss at each batch."""
     rows = [
-        (found.group.title, f"{each.batch:,}", *_seed_cells(each.lowest, each))
-        for found in findings.groups
-        for each in found.main.batches
+        (results.group.title, f"{each.batch:,}", *_seed_cells(each.lowest, each))
+        for results in findings.groups
+        for each in results.main.batches
     ]
     head = "trials, batch, best rate tried, seeds, mean loss, deviation, best rate"
     return _table(head, rows, empty="No trial has started yet.")
@@ -129,14 +129,14 @@ def worker_seconds(spec: StudySpec, records: Iterable[TrialRecord]) -> float:
     return sum(record.worker_seconds for record in records) * spec.share
 
 
-def verdict_table(found: GroupFindings) -> PageTable | None:
+def verdict_table(results: GroupFindings) -> PageTable | None:
     """Return the table of the verdicts of each fit on each rule, or None if there are none."""
-    laws = [(tuning, law) for tuning in found.tunings for law in tuning.laws if law.verdicts]
+    laws = [(tuning, law) for tuning in results.tunings for law in tuning.laws if law.verdicts]
     if not laws:
         return None
     head = [Cell("rule"), Cell("exponent", "n")]
     for tuning, law in laws:
-        under = "" if tuning is found.main else f"under {tuning.rules[0]}, "
+        under = "" if tuning is results.main else f"under {tuning.rules[0]}, "
         fit = f"{law.fit.exponent:.2f} ({interval_text(law.fit.interval)})"
         head.append(Cell(f"{under}batches {law.batches}", note=fit))
     exponents = {each.rule: each.exponent for _, law in laws for each in law.verdicts}
@@ -150,15 +150,15 @@ def verdict_table(found: GroupFindings) -> PageTable | None:
 def predictions_table(findings: Findings) -> PageTable:
     """Return the table that compares the predictions of the rules with the tuned rates, in rate and loss."""
     rows = []
-    for found in findings.groups:
-        for each in found.predictions:
+    for results in findings.groups:
+        for each in results.predictions:
             rates = (
                 bounded(each.rate, each.bound),
                 bounded(each.tuned, each.tuned_bound),
                 _after_bound(each.ratio, ".2f"),
             )
             losses = _loss_text(each), bounded(each.tuned_loss, each.tuned_loss_bound), _after_bound(each.cost, "+.3g")
-            rows.append((found.group.title, each.rule, f"{each.batch:,}", *rates, *losses))
+            rows.append((results.group.title, each.rule, f"{each.batch:,}", *rates, *losses))
     head = "trials, rule, batch, predicted rate, best rate, ratio, loss there, lowest loss, difference"
     empty = "A rule scales from one batch to another, but the study has only one batch."
     return _table(head, rows, text_columns=(0, 1), empty=empty)
