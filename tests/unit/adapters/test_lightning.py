@@ -3,6 +3,7 @@
 import sys
 import warnings
 from collections.abc import Callable
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset, Weighte
 
 from undula.adapters.lightning import Trainer, fit
 from undula.adapters.lightning.library import require_lightning
+from undula.adapters.refusals import LIGHTNING_TRAINER
 from undula.config.job import load_spec
 from undula.driver.model_facts import script_facts
 from undula.errors import SpecError, UsageError
@@ -257,6 +259,19 @@ def test_settings_follow_from_the_script_and_contradictions_are_refused(tmp_path
 def test_validations_are_as_often_as_in_lightning(tmp_path: Path, arguments: dict[str, Any], steps: int) -> None:
     job = job_of_script(lambda: Trainer(max_epochs=2, **arguments).fit(Tiny()), tmp_path)
     assert job.validation.every_steps == steps
+
+
+WITHOUT_EFFECT = """
+    accelerator devices num_nodes use_distributed_sampler benchmark inference_mode enable_checkpointing enable_progress_bar
+    enable_model_summary enable_autolog_hparams num_sanity_val_steps log_every_n_steps limit_test_batches limit_predict_batches
+    default_root_dir model_registry"""
+"""Arguments of Lightning's Trainer whose effect a run has, or does not need, whatever their value is."""
+
+
+def test_every_argument_of_lightnings_trainer_is_known_and_has_one_treatment() -> None:
+    """An update of Lightning that adds one must decide what a run does with it."""
+    own = [name for name in signature(Trainer).parameters if name != "others"]
+    assert sorted([*own, *WITHOUT_EFFECT.split(), *LIGHTNING_TRAINER]) == sorted(signature(pl.Trainer).parameters)
 
 
 @pytest.mark.parametrize(
