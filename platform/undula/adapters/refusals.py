@@ -137,6 +137,7 @@ LIGHTNING_TRAINER: Mapping[str, str] = {
     "gradient_clip_algorithm": "clip by the norm, with gradient_clip_val alone",
     "logger": "remove it; self.log is in the ledger and on TensorBoard, and the job has trackers of its own",
     "profiler": "remove it; the report of the run shows where the time of each step goes",
+    **dict.fromkeys(("plugins", "detect_anomaly", "barebones"), "remove it"),
     "reload_dataloaders_every_n_epochs": "remove it; a run reads one dataset",
     "sync_batchnorm": "remove it; statistics of a batch must not depend on the number of workers",
 }
@@ -177,22 +178,22 @@ def explained() -> Iterator[None]:
 def refuse_arguments(
     owner: str, given: Mapping[str, object], defaults: Mapping[str, object], instead: Mapping[str, str]
 ) -> None:
-    """Check arguments that must have their default values.
+    """Check arguments of a class of another library.
 
     Args:
         owner: Name of the class that gets them.
         given: The arguments.
         defaults: Default values of all arguments that its library knows.
-        instead: What to do instead of each argument.
+        instead: Arguments that a run cannot honour, and what to do instead; the others have no effect in a run.
 
     Raises:
-        UsageError: One has another value, or the library does not have it.
+        UsageError: A run cannot honour the value of one, or the library does not have it.
     """
     for name, value in given.items():
         if name not in defaults:
             raise UsageError(f"{owner} got {name}=, which it does not know; remove it")
-        if value is not None and value != defaults[name]:
-            raise UsageError(f"{owner} does not take {name}=; {instead.get(name, 'remove it')}")
+        if name in instead and value is not None and value != defaults[name]:
+            raise UsageError(f"{owner} does not take {name}=; {instead[name]}")
 
 
 def refused_override(owner: type, method: str, instead: Mapping[str, str]) -> UsageError:

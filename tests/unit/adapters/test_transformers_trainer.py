@@ -57,24 +57,18 @@ def lora() -> nn.Module:
     return get_peft_model(tiny_gpt(), config)  # type: ignore[no-any-return]
 
 
+PLAIN = (transformers.Trainer, Trainer)
+EPOCHS = {"max_steps": -1, "num_train_epochs": 2.5, "eval_strategy": "epoch", "logging_steps": 3, "eval_on_start": True}
+
+
 @pytest.mark.parametrize(
     ("kinds", "model", "more"),
     [
-        ((transformers.Trainer, Trainer), tiny_gpt, {}),
-        ((transformers.Trainer, Trainer), lora, {}),
-        ((transformers.Trainer, Trainer), tiny_gpt, {"label_smoothing_factor": 0.1}),
+        (PLAIN, tiny_gpt, {}),
+        (PLAIN, lora, {}),
+        (PLAIN, tiny_gpt, {"label_smoothing_factor": 0.1}),
         ((TheirWeighted, Weighted), tiny_gpt, {}),
-        (
-            (transformers.Trainer, Trainer),
-            tiny_gpt,
-            {
-                "max_steps": -1,
-                "num_train_epochs": 2.5,
-                "eval_strategy": "epoch",
-                "logging_steps": 3,
-                "eval_on_start": True,
-            },
-        ),
+        (PLAIN, tiny_gpt, EPOCHS),
     ],
     ids=["plain", "lora", "label smoothing", "own loss", "epochs"],
 )
@@ -128,9 +122,74 @@ def test_evaluations_are_results_of_the_run_and_a_callback_can_stop_it(tmp_path:
     assert (end.step, end.reason) == (6, "a callback of the script stopped the training")
 
 
+class ZeroesBefore(Trainer):
+    def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Any:
+        self.optimizer.zero_grad()
+        self.model.zero_grad()
+        return super().training_step(model, inputs, num_items_in_batch)
+
+
+class ZeroesAfter(Trainer):
+    def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Any:
+        loss = super().training_step(model, inputs, num_items_in_batch)
+        self.optimizer.zero_grad()
+        return loss
+
+
+class Clips(Trainer):
+    def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Any:
+        loss = super().training_step(model, inputs, num_items_in_batch)
+        nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        return loss
+
+
+class GathersInSteps(Trainer):
+    def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Any:
+        if self.state.global_step == 1:
+            self.accelerator.gather_for_metrics(torch.tensor(1.0))
+        return super().training_step(model, inputs, num_items_in_batch)
+
+
+class AddsLoss(Trainer):
+    def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Any:
+        model(**inputs).loss.backward()
+        return super().training_step(model, inputs, num_items_in_batch)
+
+
+def losses(kind: type[Any], folder: Path) -> list[float]:
+    folder.mkdir()
+    args = arguments(folder / "out", max_steps=4, eval_steps=1, save_strategy="no")
+    return columns(train_here(Trained(kind, args), folder, virtual_workers=4), "loss")[0]
+
+
+def test_zero_grad_before_the_backward_pass_deletes_no_gradient_of_a_step(tmp_path: Path) -> None:
+    assert losses(ZeroesBefore, tmp_path / "zeroes") == losses(Trainer, tmp_path / "plain")
+
+
+@pytest.mark.parametrize(
+    ("kind", "sentence"),
+    [
+        (ZeroesAfter, "zero_grad() was called after step.backward() in step 0"),
+        (Clips, "clip_grad_norm_() changed a gradient of an open step"),
+        (AddsLoss, "loss.backward() was called in step 0"),
+        (GathersInSteps, "accelerator.gather() was called outside of an evaluation"),
+    ],
+)
+def test_a_trainer_that_does_in_a_step_what_a_run_does_is_refused(
+    tmp_path: Path, kind: type[Any], sentence: str
+) -> None:
+    with pytest.raises(UsageError) as caught:
+        losses(kind, tmp_path / "run")
+    assert str(caught.value).startswith(sentence)
+
+
 class Endless(IterableDataset[Any]):
     def __iter__(self) -> Any:
         yield from Sequences(4)
+
+
+def not_supported(argument: str, value: str) -> str:
+    return f"TrainingArguments.{argument} is {value}, which a run does not support; "
 
 
 @pytest.mark.parametrize(
@@ -140,21 +199,15 @@ class Endless(IterableDataset[Any]):
         (Endless(), {"max_steps": -1}, "train_dataset= of the Trainer is an IterableDataset"),
         ({"train": Sequences(9)}, {}, "train_dataset= of the Trainer is a mapping with the keys 'train'; pass one of"),
         (Sequences(3), {"per_device_train_batch_size": 8, "dataloader_drop_last": True}, "a step takes 16 samples"),
-        (Sequences(9), {"fsdp": True}, "TrainingArguments.fsdp is True, which a run does not support; shard"),
-        (
-            Sequences(9),
-            {"train_sampling_strategy": "group_by_length"},
-            "TrainingArguments.train_sampling_strategy is 'group_by_length', which a run does not support; set",
-        ),
-        (
-            Sequences(9),
-            {"optim": "adalomo"},
-            "TrainingArguments.optim is 'adalomo', which a run does not support; use an",
-        ),
+        (Sequences(9), {"fsdp": True}, not_supported("fsdp", "True") + "shard"),
+        (Sequences(9), {"train_sampling_strategy": "balanced"}, not_supported("train_sampling_strategy", "'balanced'") + "set"),
+        (Sequences(9), {"optim": "adalomo"}, not_supported("optim", "'adalomo'") + "use an optimizer that does"),
+        (Sequences(9), {"optim": "schedule_free_adamw"}, not_supported("optim", "'schedule_free_adamw'") + "use another"),
         (Sequences(9), {"data_seed": 3}, "TrainingArguments.data_seed is 3 and seed is 42, but a run has one seed"),
-        (Sequences(9), {"auto_find_batch_size": True}, "TrainingArguments.auto_find_batch_size is True, which a run"),
+        (Sequences(9), {"auto_find_batch_size": True}, not_supported("auto_find_batch_size", "True") + "set per_device"),
+        (Sequences(9), {"hub_token": "hf_" + "A" * 34}, not_supported("hub_token", "(hidden)") + "push"),
     ],
-)
+)  # fmt: skip
 def test_what_a_run_cannot_honour_is_refused_before_a_worker_starts(
     tmp_path: Path, dataset: Any, more: dict[str, Any], sentence: str
 ) -> None:

@@ -83,9 +83,8 @@ class _Fit:
         try:
             self._train()
         except BaseException as end:
-            if not isinstance(
-                end, Exception
-            ):  # it is no error: the group ends between two steps, and the next one goes on
+            # What is no error ends the group between two steps, and the next group goes on.
+            if not isinstance(end, Exception):
                 self._hooks.tear_down()
             raise
         self._hooks.call("on_train_end")

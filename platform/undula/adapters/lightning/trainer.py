@@ -21,15 +21,6 @@ from undula.plan.precision import Compute
 from undula.train.run import Run
 from undula.train.single_process import local_world
 
-WITHOUT_EFFECT = frozenset(
-    (
-        *("accelerator", "devices", "num_nodes", "use_distributed_sampler", "benchmark", "inference_mode"),
-        *("enable_checkpointing", "enable_progress_bar", "enable_model_summary", "enable_autolog_hparams"),
-        *("num_sanity_val_steps", "log_every_n_steps", "limit_test_batches", "limit_predict_batches"),
-        *("default_root_dir", "model_registry"),
-    )
-)
-"""Arguments whose effect a run has, or does not need, whatever their value is."""
 PRECISIONS: Mapping[object, Compute] = {
     "32-true": "fp32",
     "32": "fp32",
@@ -80,10 +71,9 @@ class Trainer:
     ):
         known = inspect.signature(Library.of_script().trainer_class).parameters
         defaults = {name: parameter.default for name, parameter in known.items()}
-        effective = {name: value for name, value in others.items() if name not in WITHOUT_EFFECT}
-        if isinstance(effective.get("logger"), bool):
-            del effective["logger"]
-        refuse_arguments("Trainer", effective, defaults, LIGHTNING_TRAINER)
+        if isinstance(others.get("logger"), bool):
+            del others["logger"]
+        refuse_arguments("Trainer", others, defaults, LIGHTNING_TRAINER)
         if precision not in (None, *PRECISIONS):
             raise UsageError(
                 f"Trainer got precision={precision!r}; set it to one of {', '.join(map(repr, PRECISIONS))}"

@@ -13,46 +13,6 @@ from undula.config.secrets import hide_secrets
 from undula.config.yaml_file import Setting
 from undula.errors import SpecError
 
-DECIDED_BY_THE_PLAN = frozenset(
-    (
-        *(
-            "per_device_train_batch_size",
-            "gradient_accumulation_steps",
-            "num_train_epochs",
-            "max_steps",
-            "learning_rate",
-        ),
-        *("seed", "data_seed", "train_sampling_strategy", "dataloader_drop_last", "max_grad_norm"),
-        *("bf16", "fp16", "torch_compile", "full_determinism"),
-    )
-)
-"""Arguments that become settings of the job."""
-HONOURED = frozenset(
-    (
-        "output_dir",
-        *("lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps"),
-        *("optim", "optim_args", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon", "optim_target_modules"),
-        *("average_tokens_across_devices", "label_smoothing_factor", "neftune_noise_alpha"),
-        *("activation_checkpointing", "activation_checkpointing_kwargs"),
-        *("gradient_checkpointing", "gradient_checkpointing_kwargs", "use_cache"),
-        *("use_liger_kernel", "liger_kernel_config", "tf32", "torch_empty_cache_steps"),
-        *("logging_strategy", "logging_steps", "logging_first_step", "logging_nan_inf_filter", "log_on_each_node"),
-        *("log_level", "log_level_replica", "disable_tqdm", "debug", "skip_memory_metrics", "run_name"),
-        *("eval_strategy", "eval_steps", "eval_delay", "eval_on_start", "per_device_eval_batch_size"),
-        *("prediction_loss_only", "eval_do_concat_batches", "eval_accumulation_steps", "include_for_metrics"),
-        *("save_strategy", "save_steps", "save_total_limit", "metric_for_best_model", "greater_is_better"),
-        *("dataloader_num_workers", "remove_unused_columns", "label_names", "length_column_name"),
-        *("do_train", "do_eval", "do_predict"),
-    )
-)
-"""Arguments that Hugging Face's own code honours under the loop of a run."""
-WITHOUT_EFFECT = frozenset(
-    (
-        *("use_cpu", "local_rank", "save_only_model", "dataloader_pin_memory", "dataloader_persistent_workers"),
-        *("ddp_find_unused_parameters", "ddp_backend", "ddp_timeout", "project"),
-    )
-)
-"""Arguments whose effect a run has, or does not need, whatever their value is."""
 _OWN_DEFAULTS: Mapping[str, Any] = {"report_to": ["none", [], None, "none"], "torch_compile_backend": ["inductor"]}
 """Values that TrainingArguments itself gives to an argument whose default it replaces."""
 
@@ -110,11 +70,10 @@ def refuse_unsupported(args: TrainingArguments, virtual_workers: int) -> None:
     Raises:
         SpecError: The first of them.
     """
-    known = DECIDED_BY_THE_PLAN | HONOURED | WITHOUT_EFFECT
     for field in fields(TrainingArguments):
-        value, fix = getattr(args, field.name), None
-        if field.name not in known and not _is_default(field, value):
-            fix = TRAINING_ARGUMENTS.get(field.name, "remove it")
+        value, fix = getattr(args, field.name), TRAINING_ARGUMENTS.get(field.name)
+        if _is_default(field, value):
+            fix = None
         for pattern, instead in TRAINING_VALUES.get(field.name, ()):
             if re.fullmatch(pattern, str(_plain(value))):
                 fix = instead
