@@ -89,6 +89,7 @@ def test_the_next_submission_sends_what_the_last_one_could_not(store: Store) -> 
     wait_until(lambda: tracker.numbers == [1, 2])
     tracker.is_down = True
     first.rows.add(2)
+    wait_until(lambda: tracker.failures)
     assert not first.end(limit_s=0.1)
     assert isinstance(first.follower.problem, ConnectionRefusedError)
     assert first.follower.newest == 2

@@ -13,18 +13,16 @@ from undula.telemetry.reporter import Telemetry
 
 
 @pytest.fixture
-def messages() -> list[Message]:
-    return []
+def reports(tmp_path: Path) -> Iterator[tuple[Telemetry, list[Message]]]:
+    messages: list[Message] = []
+    telemetry = Telemetry(Store(str(tmp_path)), attempt=2, total_steps=100, publish=messages.append)
+    yield telemetry, messages
+    telemetry.close()
+    assert [path.name for path in tmp_path.iterdir()] == ["ledger"], "rank 0 writes nothing else"
 
 
-@pytest.fixture
-def telemetry(messages: list[Message], tmp_path: Path) -> Iterator[Telemetry]:
-    reporter = Telemetry(Store(str(tmp_path)), attempt=2, total_steps=100, publish=messages.append)
-    yield reporter
-    reporter.close()
-
-
-def test_the_last_step_of_a_run_that_stops_early_has_a_status(telemetry: Telemetry, messages: list[Message]) -> None:
+def test_the_last_step_of_a_run_that_stops_early_has_a_status(reports: tuple[Telemetry, list[Message]]) -> None:
+    telemetry, messages = reports
     for step in range(3):  # within the shortest time between two statuses
         telemetry.step(step_row(2, step))
     telemetry.event(EndEvent("loss has not improved", step=3))
@@ -32,21 +30,12 @@ def test_the_last_step_of_a_run_that_stops_early_has_a_status(telemetry: Telemet
 
 
 def test_a_status_has_the_means_of_the_newest_validation_which_may_be_one_of_a_former_attempt(
-    telemetry: Telemetry, messages: list[Message]
+    reports: tuple[Telemetry, list[Message]],
 ) -> None:
+    telemetry, messages = reports
     telemetry.export_means({"loss": 2.0})
     telemetry.step(step_row(2, 0))
     telemetry.event(ValidationEvent(1.5, 9, {"accuracy": 0.5}, step=1))
     telemetry.step(step_row(2, 99))
-    assert [dict(message.means) for message in messages if isinstance(message, Status)] == [
-        {"loss": 2.0},
-        {"loss": 1.5, "accuracy": 0.5},
-    ]
-
-
-def test_rank_0_writes_the_ledger_and_nothing_else(telemetry: Telemetry, tmp_path: Path) -> None:
-    telemetry.step(step_row(2, 0))
-    telemetry.event(ValidationEvent(1.5, 9, step=1))
-    telemetry.flush()
-    telemetry.close()
-    assert [path.name for path in tmp_path.iterdir()] == ["ledger"]
+    first, second = (message.means for message in messages if isinstance(message, Status))
+    assert (first, second) == ({"loss": 2.0}, {"loss": 1.5, "accuracy": 0.5})

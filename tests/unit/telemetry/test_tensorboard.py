@@ -56,33 +56,24 @@ def test_files_have_a_bounded_size_and_are_read_in_order(store: Store, monkeypat
     assert TensorBoardTracker(store).open(RUN) == 300
 
 
-def test_a_killed_driver_leaves_files_after_which_the_next_one_goes_on(store: Store) -> None:
+@pytest.mark.parametrize("former", [None, "events.out.tfevents.1700000000.host.a1.0"], ids=["driver", "former-version"])
+def test_the_next_driver_goes_on_after_the_files_of_a_killed_one(store: Store, former: str | None) -> None:
     Rows(store).add(6)
     killed = TensorBoardTracker(store)
     killed.open(RUN)
     send(killed, range(1, 6))
     (name,) = store.names("tensorboard")
-    store.write(f"tensorboard/.{name}.0123.partial", store.read(f"tensorboard/{name}")[:-3])  # torn by the kill
+    content = store.read(f"tensorboard/{name}")
+    store.delete(f"tensorboard/{name}")
+    store.write(f"tensorboard/{former or name}", content)
+    store.write(f"tensorboard/.{name}.0123.partial", content[:-3])  # torn by the kill
     replayed = Rows(store, attempt=2)
     replayed.count = 3
     replayed.add(6)
-    assert Followed(store, TensorBoardTracker(store), replayed).end()
-    assert [step for step, _ in on_tensorboard(store)] == list(range(1, 10))
-    assert Followed(store, TensorBoardTracker(store), replayed).end(), "nothing is left to send"
-    assert len(store.names("tensorboard")) == 2
-
-
-def test_files_of_a_former_version_are_continued(store: Store) -> None:
-    former = TensorBoardTracker(store)
-    former.open(RUN)
-    send(former, range(1, 6))
-    (name,) = store.names("tensorboard")
-    store.write("tensorboard/events.out.tfevents.1700000000.host.a1.0", store.read(f"tensorboard/{name}"))
-    store.delete(f"tensorboard/{name}")
-    tracker = TensorBoardTracker(store)
-    assert tracker.open(RUN) == 5
-    send(tracker, range(6, 9))
-    assert on_tensorboard(store) == numbered(range(1, 9))
+    for _ in range(2):  # for the second one, nothing is left to send
+        assert Followed(store, TensorBoardTracker(store), replayed).end()
+        assert [step for step, _ in on_tensorboard(store)] == list(range(1, 10))
+        assert len(store.names("tensorboard")) == 2
 
 
 def test_a_driver_that_another_one_has_replaced_shows_no_step_twice(store: Store) -> None:
