@@ -202,9 +202,9 @@ def draw_pareto(results: GroupFindings) -> Chart:
             keys.append(replace(critical_key(fit), glyph="star", is_line=False))
     for batch, each in rows:
         is_under = fit is not None and each.mean_steps < fit.fewest_steps * (1 + fit.critical_batch / batch)
-        dx, dy, anchor = (-7, 13, "end") if is_under else (7, -5, "start")
-        layers.append(_mean(batch, each.mean_steps, each.mean_samples, each))
-        layers.append(Text(each.mean_steps, each.mean_samples, f"{batch:,}", dx, dy, anchor))  # type: ignore[arg-type]
+        at = each.mean_steps, each.mean_samples
+        layers.append(_mean(batch, *at, each))
+        layers.append(Text(*at, f"{batch:,}", -7, 13, "end") if is_under else Text(*at, f"{batch:,}", 7, -5))
     return Chart(x, y, layers, keys)
 
 

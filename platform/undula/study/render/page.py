@@ -4,6 +4,7 @@ Beside the page are the figures as SVG and PNG, and all trials as CSV and Parque
 """
 
 import io
+import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -119,7 +120,8 @@ def render(findings: Findings, groups: Sequence[Sequence[StudyFigure]], warmups:
         "cost": tables.cost_table(findings),
         "trials": tables.trials_table(findings),
         "trials_left_out": max(len(findings.records) - tables.TRIALS_SHOWN, 0),
-        "spec": yaml.safe_dump(_plain(hide_secrets(asdict(spec))), sort_keys=False, allow_unicode=True),
+        # Safe YAML cannot write tuples, which JSON has as lists.
+        "spec": yaml.safe_dump(json.loads(json.dumps(hide_secrets(asdict(spec)))), sort_keys=False, allow_unicode=True),
     }
     style = colors_css(_colors(findings))
     return render_page("study.html", context, package="undula.study.render", more_style=style)
@@ -217,12 +219,3 @@ def _lowest(findings: Findings) -> tuple[float, str]:
     parts += [f"warmup {group.warmup:,}"] if len(spec.warmup_axis) > 1 else []
     parts += [f"mean of {counted(len(point.losses), 'seed')}"] if len(spec.seeds) > 1 else []
     return point.loss, ", ".join(parts)
-
-
-def _plain(tree: object) -> object:
-    """Return a tree with lists in place of tuples, which safe YAML cannot write."""
-    if isinstance(tree, dict):
-        return {str(key): _plain(value) for key, value in tree.items()}
-    if isinstance(tree, list | tuple):
-        return [_plain(value) for value in tree]
-    return tree if isinstance(tree, str | int | float | bool | None) else str(tree)
