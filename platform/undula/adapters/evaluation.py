@@ -50,16 +50,16 @@ class RankBatches:
 
     def __iter__(self) -> Iterator[Any]:
         """Yield a batch of this rank in each round. All ranks iterate together."""
-        numbers = [[self._number(start, rank) for rank in range(self._run.world_size)] for start in range(len(self))]
+        rank, size = self._run.rank, self._run.world_size
+        rounds = [range(number * size, (number + 1) * size) for number in range(len(self))]
         try:
-            self._loader.begin(
-                Items(self.dataset, self._collate), (self._request(each[self._run.rank]) for each in numbers)
-            )
-            for each in numbers:
+            requests = (self._request(self._batch_of(numbers[rank])) for numbers in rounds)
+            self._loader.begin(Items(self.dataset, self._collate), requests)
+            for numbers in rounds:
                 self._run.alive()
                 _, batch = self._loader.next()
-                self._sizes = [self._size(number) for number in each]
-                seed_validation(self._run.plan.spec.seed, 0, 0, self._batch_of(each[self._run.rank]))
+                self._sizes = [self._size(number) for number in numbers]
+                seed_validation(self._run.plan.spec.seed, 0, 0, self._batch_of(numbers[rank]))
                 yield batch
         finally:
             self._sizes = []
@@ -70,11 +70,7 @@ class RankBatches:
 
         All ranks call this. Tensors are in host memory.
         """
-        found = self._run.gather(value)
-        return [(each, size) for each, size in zip(found, self._sizes, strict=True) if size]
-
-    def _number(self, round_number: int, rank: int) -> int:
-        return round_number * self._run.world_size + rank
+        return [(part, size) for part, size in zip(self._run.gather(value), self._sizes, strict=True) if size]
 
     def _batch_of(self, number: int) -> int:
         """Return the number of the batch that a rank evaluates, which is another one's in a round without a batch for it."""
@@ -83,9 +79,8 @@ class RankBatches:
     def _size(self, number: int) -> int:
         return max(min(self.batch_size, len(self.dataset) - number * self.batch_size), 0)
 
-    def _request(self, number: int) -> Request:
-        batch, seed = self._batch_of(number), self._run.plan.spec.seed
-        start = batch * self.batch_size
+    def _request(self, batch: int) -> Request:
+        seed, start = self._run.plan.spec.seed, batch * self.batch_size
         ids = np.arange(start, start + self._size(batch), dtype=np.int64)
         keys = subkeys(key64("evaluation sample", seed), ids)
         return Request(ids, keys, int(subkeys(key64("evaluation collate", seed), batch)))

@@ -149,7 +149,7 @@ class EvaluationLoader(PreparedLoader):
             if isinstance(part, list) and next(tensors_of(part), None) is None:
                 return part[:count]
             # A script may repeat the loss of a batch for each of its samples, and does not know that the last batch has fewer.
-            return with_tensors(part, lambda each: each[:count] if each.ndim and len(each) == self.batch_size else each)
+            return with_tensors(part, lambda it: it[:count] if it.ndim and len(it) == self.batch_size else it)
 
         return merged([counted(part, size) for part, size in self.batches.gathered(value)])
 

@@ -83,9 +83,9 @@ class ElasticMixin(_Base):  # type: ignore[misc]
 
     def _build_accelerator_args(self, **more: Any) -> dict[str, Any]:
         """Return the arguments of the Accelerator, without the precision and the compilation, which are the run's."""
-        found = super()._build_accelerator_args(**more)
-        found.pop("dynamo_plugin", None)
-        return {**found, "mixed_precision": "no", "kwargs_handlers": []}
+        theirs = super()._build_accelerator_args(**more)
+        theirs.pop("dynamo_plugin", None)
+        return {**theirs, "mixed_precision": "no", "kwargs_handlers": []}
 
     def _validate_args(self) -> None:
         """Check the datasets first, because Hugging Face's code would ask for max_steps if the training data have no length.
@@ -151,8 +151,7 @@ class ElasticMixin(_Base):  # type: ignore[misc]
             return
         if self.train_dataset is None:
             raise SpecError("the Trainer has no train_dataset, but a job trains; give it one")
-        optimizer = self.optimizer
-        base_lr = optimizer.param_groups[0]["lr"] if optimizer else self.args.learning_rate
+        base_lr = self.optimizer.param_groups[0]["lr"] if self.optimizer else self.args.learning_rate
         size = len(self.train_dataset)
         raise Offer(job_settings(self.args, size, here.virtual_workers, base_lr) if size else {}, self._give)
 
@@ -367,10 +366,9 @@ class ElasticMixin(_Base):  # type: ignore[misc]
 
     def _restore(self, values: Mapping[str, Any], is_unfinished: bool) -> None:
         self._is_restored, self._is_unfinished = True, is_unfinished
-        for name, value in values["fields"].items():
-            setattr(self.state, name, value)
-        for name, value in values["counters"].items():
-            setattr(self, name, value)
+        for owner, attributes in ((self.state, values["fields"]), (self, values["counters"])):
+            for name, value in attributes.items():
+                setattr(owner, name, value)
         self._tr_loss.fill_(values["loss"])
         self.state.log_history = json.loads(values["history"])
         for callback, attributes in zip(self.callback_handler.callbacks, values["callbacks"], strict=False):
