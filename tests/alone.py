@@ -5,10 +5,9 @@
 
 import runpy
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
 
 from ranks import forks
 
@@ -51,6 +50,7 @@ def _train(script: str, overrides: list[str], rank: int, world_size: int, rendez
     from undula.config.job import load_spec
     from undula.driver.launch import job_of, record_job
     from undula.driver.preflight import check_job, examine
+    from undula.testing.watched import Watched
     from undula.train.single_process import SingleProcess
 
     torch.set_num_threads(1)  # as in a worker with one CPU
@@ -67,18 +67,11 @@ def _train(script: str, overrides: list[str], rank: int, world_size: int, rendez
     else:
         job = job_of(loaded, "", script_data=examined.script_data)
 
-    def train(run: Any) -> None:
-        original = run.steps
+    def visit(done: int, model: object, optimizer: object) -> None:
+        if done + 1 == until:
+            process.leave(saves=True)
 
-        def steps(*arguments: Any, **more: Any) -> Iterator[Any]:
-            for step in original(*arguments, **more):
-                if until is not None and step.index == until - 1:
-                    process.leave(saves=True)
-                yield step
-
-        run.steps = steps
-        function(run)
-
+    train = function if until is None else Watched(function, visit)
     process = SingleProcess(train, job, lambda message: None, rank, world_size, rendezvous if world_size > 1 else None)
     process()
 

@@ -17,7 +17,6 @@ from undula.plan.plan import PlanSpec
 from undula.plan.schedule import ScheduleSpec
 from undula.state.spec import CheckpointSpec
 from undula.train.job import Job
-from undula.train.run import Run
 
 ROWS = 103
 
@@ -56,7 +55,7 @@ def with_noise(samples: list[dict[str, Any]]) -> dict[str, Tensor]:
 
 
 def drawn_job(folder: Path, num_workers: int = 0, **plan: Any) -> Job:
-    """Return a job for `train_on_drawn`."""
+    """Return a job for `on_drawn` in feature_scripts.py."""
     return Job(
         name="drawn",
         run_url=str(folder / "run"),
@@ -71,20 +70,3 @@ def drawn_job(folder: Path, num_workers: int = 0, **plan: Any) -> Job:
         config={"num_workers": num_workers},
         script_data=ScriptData(IndexedData(ROWS, ""), IndexedData(26, ""), num_workers),
     )
-
-
-def train_on_drawn(run: Run) -> None:
-    """Train a linear model, with a validation."""
-    run.dataset(Drawn(), validation=Drawn(26), collate_fn=with_noise, num_workers=run.config["num_workers"])
-    model = run.model(torch.nn.Sequential(torch.nn.Linear(1, 3), torch.nn.Dropout(0.2), torch.nn.Linear(3, 1)))
-    run.optimizer(torch.optim.AdamW(model.parameters(), lr=run.base_lr))
-
-    def loss(batch: dict[str, Tensor]) -> Tensor:
-        target = batch["noise"] + (batch["python"] + batch["numpy"]).float()
-        squares: Tensor = (model(batch["x"])[:, 0] - target).square()
-        return squares.mean()
-
-    for step in run.steps(validate=loss):
-        for batch in step.batches():
-            step.backward(loss(batch))
-        step.update()

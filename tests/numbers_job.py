@@ -27,6 +27,8 @@ from undula.train.run import Run
 from undula.train.session import GroupSession
 from undula.train.setup import RunSetup
 
+CPU = torch.device("cpu")
+
 
 def numbers_job(folder: Path, **plan: Any) -> Job:
     """Write a data set of 48 samples `x` and return a job that trains on it."""
@@ -68,9 +70,10 @@ def cpu_run(
     world_size: int = 1,
     worker: WorkerState | None = None,
     engine: MakeEngine | None = None,
+    device: torch.device = CPU,
 ) -> Run:
-    """Return a run on the CPU of this process, with all ranks on the same node."""
-    layout = join_layout(rank, world_size, torch.device("cpu"), local_rank=rank)
+    """Return a run of this process, by default on its CPU, with all ranks on the same node."""
+    layout = join_layout(rank, world_size, device, local_rank=rank)
     setup = RunSetup.of(job, layout, worker or WorkerState(), lambda message: None)
     return Run(GroupSession(setup, engine))
 

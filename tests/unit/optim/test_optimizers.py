@@ -1,14 +1,11 @@
 """Tests of optimizers: weight decay, scaling by norms, and independence of shards, resizes and resumes."""
 
-from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from horovod_ranks import on_horovod_ranks
-from numbers_job import cpu_run, numbers_job
 from pydantic import ValidationError
 from ranks import on_ranks
 from torch import Tensor, nn
@@ -21,14 +18,9 @@ from undula.optim.optimizers import SETTINGS, OptimizerConfig, make_optimizer
 from undula.plan.noise import Measured
 from undula.plan.plan import Plan, PlanSpec
 from undula.plan.schedule import ScheduleSpec
-from undula.state.events import StartEvent
-from undula.state.ledger import events_of, read_ledger
 from undula.state.model_state import load_state, model_and_optimizer_state
-from undula.storage import Store
 from undula.study.spec import CLASSES
-from undula.train.job import Job
 from undula.train.learning_rate import GroupRates, rate_for
-from undula.train.run import Step
 
 LAYERWISE = ("lars", "lamb")
 DECAY, LR = 0.1, 0.5
@@ -292,56 +284,6 @@ def test_norms_are_those_of_whole_parameters_if_ranks_have_shards(
     for found in on_ranks(world_size, _stepped, True, dtype):
         for name in LAYERWISE:
             assert found[name] == pytest.approx(alone[name], rel=rel, abs=rel / 10)
-
-
-def runs_of(job: Job) -> dict[str, Job]:
-    """Return a run with each optimizer."""
-    return {name: replace(job, run_url=f"{job.run_url}-{name}") for name in LAYERWISE}
-
-
-def _trained(rank: int, world_size: int, job: Job, stop: int | None = None) -> dict[str, list[list[float]]]:
-    """Return the weights of a run with each optimizer, at its end or before step `stop`."""
-    found = {}
-    for name, its_own in runs_of(job).items():
-        run = cpu_run(its_own, rank, world_size)
-        model = run.model(nn.Sequential(nn.Linear(1, 7), nn.Tanh(), nn.Linear(7, 1)))
-        run.optimizer(make_optimizer(model, config(name), run.base_lr))
-        steps: Iterator[Step] = run.steps()
-        for step in steps:
-            if step.index == stop:
-                break
-            for batch in step.batches():
-                x = batch["x"].float()[:, None] / 48
-                step.backward((model(x) - x.square()).square().mean())
-            step.update()
-        found[name] = [parameter.flatten().tolist() for parameter in model.parameters()]
-    return found
-
-
-@pytest.mark.parametrize(("snapshot_every_steps", "origin"), [(0, "the checkpoint"), (1, "the memory of a node")])
-def test_a_run_that_resumes_at_another_world_size_has_the_same_bits(
-    tmp_path: Path, snapshot_every_steps: int, origin: str
-) -> None:
-    """Four virtual workers run on three ranks and then on two."""
-    job = replace(numbers_job(tmp_path, epochs=2), deterministic=True)
-    job = replace(job, checkpoint=replace(job.checkpoint, snapshot_every_steps=snapshot_every_steps))
-    (alone,) = on_ranks(1, _trained, job)
-    moved = replace(job, run_url=f"{tmp_path}/moved")
-    on_ranks(3, _trained, moved, 5)
-    assert on_ranks(2, _trained, moved) == [alone, alone]
-    for run in runs_of(moved).values():
-        starts = events_of(read_ledger(Store(run.run_url)).events, StartEvent)
-        assert origin in [start.origin for start in starts]
-
-
-def test_horovod_gives_the_same_weights_as_torch(tmp_path: Path) -> None:
-    pytest.importorskip("horovod.torch", reason="Horovod is not installed: make horovod")
-    job = numbers_job(tmp_path)
-    (alone,) = on_ranks(1, _trained, job)
-    together = replace(job, run_url=f"{tmp_path}/together", engine="horovod")
-    for found in on_horovod_ranks(2, _trained, together):
-        for name in LAYERWISE:
-            assert found[name] == [pytest.approx(weights, rel=1e-5, abs=1e-7) for weights in alone[name]]
 
 
 @pytest.mark.parametrize("name", LAYERWISE)

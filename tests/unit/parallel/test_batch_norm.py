@@ -2,22 +2,18 @@
 
 import copy
 import pickle
-from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from numbers_job import cpu_run, numbers_job
-from ranks import on_ranks
-from torch import Tensor, nn
+from torch import nn
 
 from undula.errors import UsageError
 from undula.parallel.batch_norm import problem_of_batch_norm, replace_sync_batch_norm
 from undula.state.events import WarningEvent
 from undula.state.ledger import events_of, read_ledger
 from undula.storage import open_store
-from undula.train.job import Job
 
 OPTIONS = {"eps": 1e-3, "momentum": 0.3}
 
@@ -66,43 +62,22 @@ def test_a_subclass_is_refused_by_its_name() -> None:
         replace_sync_batch_norm(nn.Sequential(nn.SyncBatchNorm(2), Special(2)))
 
 
-class Network(nn.Module):
-    """Network with a layer of batch normalization."""
-
-    def __init__(self, norm: Callable[[int], nn.Module]):
-        super().__init__()
-        torch.manual_seed(3)
-        self.first, self.norm, self.last = nn.Linear(1, 7), norm(7), nn.Linear(7, 1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.last(torch.tanh(self.norm(self.first(x))))  # type: ignore[no-any-return]
-
-
-def _trained(rank: int, world_size: int, job: Job, norm: Callable[[int], nn.Module]) -> list[list[float]]:
-    """Return the model's weights and buffers after a training whose optimizer was made before `run.model()`."""
-    run = cpu_run(job, rank, world_size)
-    module = Network(norm)
+@pytest.mark.usefixtures("process_group")
+@pytest.mark.parametrize("norm", [nn.BatchNorm1d, nn.SyncBatchNorm])
+def test_an_event_says_that_statistics_are_those_of_virtual_workers(tmp_path: Path, norm: type[nn.Module]) -> None:
+    """The optimizer is made before `run.model()`, which keeps the module and its parameters."""
+    job = numbers_job(tmp_path)
+    run = cpu_run(job)
+    module = nn.Sequential(nn.Linear(1, 7), norm(7), nn.Linear(7, 1))
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
-    model = run.model(module)
-    assert model is module
+    assert run.model(module) is module
     run.optimizer(optimizer)
     for step in run.steps():
         for batch in step.batches():
-            step.backward(model(batch["x"][:, None] / 48).square().mean())
+            step.backward(module(batch["x"][:, None] / 48).square().mean())
         step.update()
     run.free()
-    return [each.flatten().tolist() for each in model.state_dict().values()]
-
-
-def test_statistics_are_those_of_virtual_workers_at_any_number_of_ranks_and_an_event_says_so(tmp_path: Path) -> None:
-    """Three ranks have two, one and one of the four virtual workers."""
-    expected = None
-    for world_size, norm in ((1, nn.BatchNorm1d), (1, nn.SyncBatchNorm), (3, nn.SyncBatchNorm)):
-        job = replace(numbers_job(tmp_path / f"{world_size} {norm.__name__}"), deterministic=True)
-        for found in on_ranks(world_size, _trained, job, norm):
-            expected = expected or found
-            assert found == expected
-        events = events_of(read_ledger(open_store(job.run_url)).events, WarningEvent)
-        told = [event.message for event in events if event.code == "sync_batch_norm"]
-        assert len(told) == (norm is nn.SyncBatchNorm)
-        assert all("BatchNorm does" in message and "workers: norm; use" in message for message in told)
+    events = events_of(read_ledger(open_store(job.run_url)).events, WarningEvent)
+    messages = [event.message for event in events if event.code == "sync_batch_norm"]
+    assert len(messages) == (norm is nn.SyncBatchNorm)
+    assert all("BatchNorm does" in message and "workers: 1; use" in message for message in messages)

@@ -1,15 +1,14 @@
 """Tests of models that torch's `fully_shard` has sharded: they train like whole models, and no rank has the whole state."""
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from engine_steps import placed
-from numbers_job import cpu_run, network, numbers_job
+from numbers_job import network
 from ranks import on_ranks
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
@@ -23,7 +22,6 @@ from undula.state.checkpoint import Checkpointer
 from undula.state.model_state import model_and_optimizer_state
 from undula.state.pieces import rank_state
 from undula.storage import Store
-from undula.train.job import Job
 
 
 def whole(module: nn.Module) -> dict[str, list[float]]:
@@ -31,33 +29,6 @@ def whole(module: nn.Module) -> dict[str, list[float]]:
         name: (value.full_tensor() if isinstance(value, DTensor) else value).flatten().tolist()
         for name, value in module.named_parameters()
     }
-
-
-def _weights(rank: int, world_size: int, job: Job, is_sharded: bool) -> list[float]:
-    run = cpu_run(job, rank, world_size)
-    model = run.model(network(is_sharded))
-    run.optimizer(torch.optim.AdamW(model.parameters(), lr=run.base_lr))
-
-    def loss(batch: dict[str, Tensor]) -> Tensor:
-        x = batch["x"].float()[:, None] / 48
-        return (model(x) - x.square()).square().mean()
-
-    for step in run.steps(validate=loss):
-        for batch in step.batches():
-            step.backward(loss(batch))
-        step.update()
-    return [weight for weights in whole(model).values() for weight in weights]
-
-
-def test_a_sharded_model_trains_like_a_whole_one(tmp_path: Path) -> None:
-    """With four virtual workers on three ranks, one rank has more micro-batches than the others, also in validation."""
-    job = numbers_job(tmp_path, micro_batch=2)
-    job = replace(job, data=replace(job.data, validation=job.data.train))
-    (alone,) = on_ranks(1, _weights, job, False)
-    for world_size in (1, 2, 3):
-        its_own = replace(job, run_url=f"{tmp_path}/{world_size}")
-        for found in on_ranks(world_size, _weights, its_own, True):
-            assert found == pytest.approx(alone, rel=1e-5)
 
 
 def trained() -> tuple[nn.Module, torch.optim.Optimizer]:

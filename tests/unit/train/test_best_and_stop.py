@@ -66,7 +66,7 @@ TOP = 0.2527
 """Weight that the model has after about BEST steps."""
 
 
-def _train(rank: int, world_size: int, job: Job, killed_in: Moment | None) -> None:
+def _train(rank: int, world_size: int, job: Job, killed_in: Moment | None = None) -> None:
     run, model = start(job, rank, world_size)
     done = 0
 
@@ -164,14 +164,6 @@ def test_a_sigkill_changes_neither_the_best_checkpoint_nor_the_last_step(
     assert outcome(job) == reference
 
 
-def train_here(job: Job) -> None:
-    run, model = start(job, 0, 1)
-    for step in run.steps(validate=lambda batch: means(model, batch["x"])):
-        for batch in step.batches():
-            step.backward(means(model, batch["x"])["loss"])
-        step.update()
-
-
 @pytest.mark.usefixtures("process_group")
 @pytest.mark.parametrize("failures", [2, 1000])
 def test_the_best_checkpoint_is_written_again_if_the_storage_fails(
@@ -184,11 +176,10 @@ def test_the_best_checkpoint_is_written_again_if_the_storage_fails(
             raise left.pop()
         return write(store, folder, *arguments)
 
-    monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(checkpoint, "write_share", failing)
     monkeypatch.setattr(saver, "BEST_PAUSES_S", [0.0] * 3)
     job = job_in(tmp_path)
-    train_here(job)
+    _train(0, 1, job)
     if failures == 2:
         assert outcome(job) == reference
         return
@@ -206,20 +197,18 @@ def test_a_best_checkpoint_at_the_end_that_cannot_be_written_fails_the_run(
     def failing(*arguments: Any) -> Any:
         raise StorageError("the disk is full")
 
-    monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(checkpoint, "write_share", failing)
     monkeypatch.setattr(saver, "BEST_PAUSES_S", ())
     job = replace(job_in(tmp_path), stop=StopSpec(patience=1, metric="loss", mode="max"))
     keep_best = GoalSpec("loss", "min")
     with pytest.raises(StorageError, match="the last checkpoint of the run could not be written: the disk is full"):
-        train_here(replace(job, checkpoint=replace(job.checkpoint, keep_best=keep_best)))
+        _train(0, 1, replace(job, checkpoint=replace(job.checkpoint, keep_best=keep_best)))
 
 
 @pytest.mark.usefixtures("process_group")
 def test_a_group_that_leaves_at_the_best_step_has_the_next_one_save_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reference: tuple[Any, ...]
+    tmp_path: Path, reference: tuple[Any, ...]
 ) -> None:
-    monkeypatch.chdir(tmp_path)
     job, worker, starts = job_in(tmp_path), WorkerState(), []
     for _ in range(2):
         run, model = start(job, 0, 1, worker)
@@ -253,8 +242,7 @@ def test_a_finished_run_that_stopped_early_is_finished_until_it_may_go_on(
 
 
 @pytest.mark.usefixtures("process_group")
-def test_goals_that_no_validation_can_decide_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_goals_that_no_validation_can_decide_are_refused(tmp_path: Path) -> None:
     job = job_in(tmp_path)
     run, model = start(job, 0, 1)
     with pytest.raises(
@@ -269,10 +257,7 @@ def test_goals_that_no_validation_can_decide_are_refused(tmp_path: Path, monkeyp
 
 
 @pytest.mark.usefixtures("process_group")
-def test_without_keep_best_the_best_weights_are_those_of_the_lowest_loss_if_they_were_kept(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_without_keep_best_the_best_weights_are_those_of_the_lowest_loss_if_they_were_kept(tmp_path: Path) -> None:
     plan = numbers_job(tmp_path).plan
     job = replace(job_in(tmp_path), stop=None, checkpoint=CheckpointSpec(every_steps=2, keep=1), plan=plan)
 

@@ -1,5 +1,6 @@
 """Tests of the boundary between two steps: checkpoints that take long, ranks that leave meanwhile, and the state that they hand over."""
 
+import math
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -158,6 +159,27 @@ def test_ranks_that_were_asked_to_save_and_leave_do_both_at_once(job: Job, stora
                 worker.request = Request(leaves=True, saves=True)
     assert reached == 4
     assert saved(job) == [2, 4]
+
+
+@pytest.mark.parametrize(("until", "left", "checkpoints"), [(0.0, 6, []), (math.inf, 7, [5])])
+def test_leaving_waits_for_a_checkpoint_that_is_being_written_until_its_deadline(
+    job: Job, storage: SlowStorage, until: float, left: int, checkpoints: list[int]
+) -> None:
+    """The group is asked to leave while the checkpoint of step 5 is being written, which ends after step 6."""
+    worker = WorkerState()
+    with suppress(LeaveGroup):
+        for former, done in steps_of(replace(job, checkpoint=CheckpointSpec(every_steps=5)), worker):
+            run = former
+            if done == 5:
+                worker.request = Request(leaves=True, until=until)
+            if done == 6 and until:
+                storage.write_one()
+    run.hand_over()
+    storage.open()
+    assert worker.held is not None
+    assert worker.held.step == left
+    storage.write_one()
+    assert saved(job) == checkpoints
 
 
 class FullNode:

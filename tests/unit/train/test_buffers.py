@@ -1,12 +1,14 @@
 """Tests of buffers and parameters that a forward pass changes: they end as on one rank with any division of the step, or are refused."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from feature_scripts import ROWS, Counting
 from numbers_job import cpu_run, network, numbers_job
 from ranks import on_ranks
 from torch import Tensor, nn
@@ -14,7 +16,6 @@ from torch import Tensor, nn
 from undula.errors import UsageError
 from undula.train.job import Job
 
-ROWS = 48
 pytestmark = pytest.mark.usefixtures("process_group")
 
 
@@ -30,36 +31,6 @@ class Base(nn.Module):
 
     def move(self, x: Tensor) -> None:
         """Change what the test is about."""
-
-
-class Counting(Base):
-    """Counts of the data and of the steps, in every kind of integers, and flags."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.BatchNorm1d(1)
-        self.register_buffer("residues", torch.zeros(4, dtype=torch.int64))
-        self.register_buffer("small", torch.full((4,), 200, dtype=torch.uint8))
-        self.register_buffer("samples", torch.zeros((), dtype=torch.int32))
-        self.register_buffer("steps", torch.zeros(1, dtype=torch.int64))
-        self.register_buffer("seen", torch.zeros(ROWS, dtype=torch.bool))
-        self.register_buffer("unseen", torch.ones(ROWS, dtype=torch.bool))
-        self.register_buffer("toggled", torch.zeros((), dtype=torch.bool))
-        self.register_buffer("mask", torch.eye(3) > 0)
-        self.register_buffer("least", torch.tensor(torch.inf))
-
-    def move(self, x: Tensor) -> None:
-        index = x.long().flatten()
-        found = torch.bincount(index % 4, minlength=4)
-        self.norm(x)
-        self.residues += found
-        self.small.data.add_(found.to(torch.uint8))
-        self.samples = self.samples + len(x)
-        self.steps += 1
-        self.seen[index] = True
-        self.unseen[index] = False
-        self.toggled.logical_not_()
-        self.least = torch.minimum(self.least, x.min())
 
 
 class Queue(Base):
@@ -174,15 +145,17 @@ class Moving(Base):
         self.change(self)
 
 
-def trained(rank: int, world_size: int, job: Job, make: Callable[[], nn.Module]) -> dict[str, Any] | str:
-    """Train, and return the model's state or the message of a refusal."""
+def trained(
+    rank: int, world_size: int, job: Job, make: Callable[[], nn.Module], scale: float = 1.0
+) -> dict[str, Any] | str:
+    """Train on samples divided by `scale`, and return the model's state or the message of a refusal."""
     run = cpu_run(job, rank, world_size)
     model = run.model(make())
     run.optimizer(torch.optim.SGD([each for each in model.parameters() if each.requires_grad], lr=0.1))
     try:
         for step in run.steps():
             for batch in step.batches():
-                step.backward(model(batch["x"][:, None]).square().mean())
+                step.backward(model(batch["x"][:, None] / scale).square().mean())
             step.update()
     except UsageError as error:
         return str(error)
@@ -191,9 +164,11 @@ def trained(rank: int, world_size: int, job: Job, make: Callable[[], nn.Module])
     return {name: value.tolist() for name, value in model.state_dict().items()}
 
 
-def test_counts_and_flags_are_those_of_all_micro_batches_at_any_world_size(tmp_path: Path) -> None:
+@pytest.mark.parametrize("virtual_workers", [1, 2, 4])
+def test_counts_and_flags_are_those_of_all_micro_batches(tmp_path: Path, virtual_workers: int) -> None:
     """With one virtual worker, a step has one micro-batch, so that its buffers are those of the script's own forward pass."""
-    alone = {v: trained(0, 1, numbers_job(tmp_path / f"{v}", virtual_workers=v), Counting) for v in (1, 2, 4)}
+    state = trained(0, 1, numbers_job(tmp_path, virtual_workers=virtual_workers), Counting, scale=ROWS)
+    assert isinstance(state, dict)
     expected = {
         "norm.num_batches_tracked": 4,
         "residues": [12] * 4,
@@ -205,14 +180,8 @@ def test_counts_and_flags_are_those_of_all_micro_batches_at_any_world_size(tmp_p
         "toggled": False,
         "mask": (torch.eye(3) > 0).tolist(),
     }
-    for virtual_workers, state in alone.items():
-        assert isinstance(state, dict)
-        assert {name: state[name] for name in expected} == expected, virtual_workers
-        assert 0 <= state["least"] < ROWS / 4
-    for world_size in (2, 3):
-        job = numbers_job(tmp_path / f"on {world_size}", virtual_workers=4)
-        for state in on_ranks(world_size, trained, job, Counting):
-            assert {name: state[name] for name in expected} == expected
+    assert {name: state[name] for name in expected} == expected
+    assert 0 <= state["least"] < 1 / 4
 
 
 REFUSED: dict[Callable[[], nn.Module], str] = {
@@ -225,13 +194,19 @@ REFUSED: dict[Callable[[], nn.Module], str] = {
 }
 
 
-@pytest.mark.parametrize("make", REFUSED)
-def test_changes_that_cannot_be_combined_are_refused_by_every_rank(
-    tmp_path: Path, make: Callable[[], nn.Module]
-) -> None:
-    for found in on_ranks(2, trained, numbers_job(tmp_path), make):
-        assert REFUSED[make] in found
-        assert "change the buffer after step.update()" in found
+def messages_of(rank: int, world_size: int, job: Job, makes: Sequence[Callable[[], nn.Module]]) -> list[Any]:
+    """Train a run of each model, and return the messages of their refusals."""
+    return [
+        trained(rank, world_size, replace(job, run_url=f"{job.run_url}-{number}"), make)
+        for number, make in enumerate(makes)
+    ]
+
+
+def test_changes_that_cannot_be_combined_are_refused_by_every_rank(tmp_path: Path) -> None:
+    for messages in on_ranks(2, messages_of, numbers_job(tmp_path), list(REFUSED)):
+        for message, named in zip(messages, REFUSED.values(), strict=True):
+            assert named in message
+            assert "change the buffer after step.update()" in message
 
 
 def test_large_integer_buffers_must_not_change(tmp_path: Path) -> None:
@@ -251,15 +226,9 @@ def test_a_buffer_without_arithmetic_is_kept(tmp_path: Path, dtype: torch.dtype)
         model.register_buffer("scales", torch.ones(3).to(dtype))
         return model
 
-    job = numbers_job(tmp_path)
-    run = cpu_run(job)
-    model = run.model(make())
-    run.optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
-    for step in run.steps():
-        for batch in step.batches():
-            step.backward(model(batch["x"][:, None]).square().mean())
-        step.update()
-    assert model.scales.float().tolist() == [1.0] * 3
+    state = trained(0, 1, numbers_job(tmp_path), make)
+    assert isinstance(state, dict)
+    assert state["scales"] == [1.0] * 3
 
 
 def test_a_count_that_may_be_of_steps_or_of_samples_is_refused(tmp_path: Path) -> None:
@@ -305,22 +274,21 @@ def _initialized(model: Moving) -> None:
     model.net[0].bias.data.fill_(1.0)  # type: ignore[operator, union-attr]
 
 
-@pytest.mark.parametrize(
-    ("change", "name"),
-    [
-        (_new_tensors, "a parameter"),
-        (_in_place, "the parameter 'other.0.weight'"),
-        (_without_a_trace, "a parameter"),
-        (_normalized, "the parameter 'words.weight'"),
-        (_initialized, "a parameter"),
-    ],
-)
-def test_a_forward_pass_that_changes_parameters_is_refused_by_every_rank(
-    tmp_path: Path, change: Callable[[Moving], Any], name: str
-) -> None:
-    job = numbers_job(tmp_path)
-    for found in (trained(0, 1, job, partial(Moving, change)), *on_ranks(2, trained, job, partial(Moving, change))):
-        assert f"{name} changed between the first batch" in found
+MOVED: dict[Callable[[Moving], Any], str] = {
+    _new_tensors: "a parameter",
+    _in_place: "the parameter 'other.0.weight'",
+    _without_a_trace: "a parameter",
+    _normalized: "the parameter 'words.weight'",
+    _initialized: "a parameter",
+}
+
+
+def test_a_forward_pass_that_changes_parameters_is_refused_by_every_rank(tmp_path: Path) -> None:
+    makes, job = [partial(Moving, change) for change in MOVED], numbers_job(tmp_path)
+    alone = messages_of(0, 1, replace(job, run_url=f"{tmp_path}/alone"), makes)
+    for messages in (alone, *on_ranks(2, messages_of, job, makes)):
+        for message, name in zip(messages, MOVED.values(), strict=True):
+            assert f"{name} changed between the first batch" in message
 
 
 def test_weights_that_move_to_other_addresses_are_no_change(tmp_path: Path) -> None:

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 from numbers_job import cpu_run, numbers_job
-from ranks import on_ranks
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
@@ -118,22 +117,6 @@ def test_a_rehearsal_compiles_all_that_a_run_needs_and_the_run_is_the_same_after
     assert found == [], "the run compiled something that the rehearsal had not"
     assert digests_of(interrupted) == digests_of(job)
     assert digests_of(job)[-1] is not None
-
-
-def _train_on(rank: int, world_size: int, job: Job) -> None:
-    run = cpu_run(job, rank, world_size)
-    train(run)
-    run.free()
-
-
-@needs_compiler
-def test_a_compiled_run_has_the_same_bits_on_two_ranks(tmp_path: Path) -> None:
-    """The short steps have two samples for each virtual worker, also on two ranks."""
-    jobs = {world_size: small_job(tmp_path / str(world_size)) for world_size in (1, 2)}
-    for world_size, job in jobs.items():
-        on_ranks(world_size, _train_on, job, limit_s=240)  # it may have to compile
-    assert digests_of(jobs[1])[-1] is not None
-    assert digests_of(jobs[2]) == digests_of(jobs[1])
 
 
 @needs_compiler

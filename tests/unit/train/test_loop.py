@@ -2,12 +2,9 @@
 
 import gc
 import json
-import math
-import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from secrets import token_hex
@@ -32,11 +29,6 @@ from undula.train.run import Run, Step
 from undula.train.tracebacks import is_of_collective
 
 pytestmark = pytest.mark.usefixtures("process_group")
-
-
-@pytest.fixture(autouse=True)
-def in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)  # Ray also gives each worker its own folder
 
 
 @pytest.fixture
@@ -211,45 +203,6 @@ def test_a_run_has_one_optimizer_and_a_model_without_wrapper(job: Job) -> None:
     run.optimizer(torch.optim.SGD(model.parameters(), lr=run.base_lr))
     with pytest.raises(UsageError, match="use one optimizer with several parameter groups"):
         run.optimizer(torch.optim.SGD(model.parameters(), lr=run.base_lr))
-
-
-@pytest.mark.parametrize("until", [0.0, math.inf])
-def test_leaving_waits_for_a_checkpoint_that_is_being_written_until_its_deadline(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, until: float
-) -> None:
-    """The group is asked to leave while the checkpoint of step 5 is being written, which ends after step 6."""
-    job = replace(numbers_job(tmp_path, epochs=3), checkpoint=CheckpointSpec(every_steps=5))
-    worker, done = WorkerState(), 0
-    is_free, write_share = threading.Event(), checkpoint.write_share
-
-    def write_when_free(*arguments: Any) -> Any:
-        assert is_free.wait(20)
-        return write_share(*arguments)
-
-    def end_writing() -> None:
-        is_free.set()
-        for thread in threading.enumerate():
-            if thread.name.startswith("undula-checkpoint"):
-                thread.join(20)
-
-    monkeypatch.setattr(checkpoint, "write_share", write_when_free)
-    steps = steps_of(job, worker)
-    with suppress(LeaveGroup):
-        while True:
-            run, model, step = next(steps)
-            for batch in step.batches():
-                step.backward(model(batch["x"][:, None]).mean())
-            step.update()
-            done = step.index + 1
-            if done == 5:
-                worker.request = Request(leaves=True, until=until)
-            if done == 6 and until:
-                end_writing()
-    run.hand_over()
-    end_writing()
-    assert worker.held is not None
-    assert worker.held.step == (7 if until else 6)
-    assert [commit.step for commit in find_commits(Store(job.run_url))[0]] == ([5] if until else [])
 
 
 def test_a_group_lost_before_its_first_commit_leaves_the_state_of_a_fresh_start(job: Job) -> None:

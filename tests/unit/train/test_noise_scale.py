@@ -10,9 +10,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 import torch
-from horovod_ranks import on_horovod_ranks
-from numbers_job import cpu_run, leave_after_next, numbers_job
-from ranks import on_ranks
+from numbers_job import cpu_run, numbers_job
 from torch import Tensor, nn
 
 from undula.data.prepare.write import write_shards
@@ -22,7 +20,6 @@ from undula.parallel.parameters import trainable
 from undula.parallel.spec import GradientSpec
 from undula.plan.noise import StepNorms
 from undula.plan.schedule import ScheduleSpec
-from undula.recovery.worker_state import WorkerState
 from undula.state.ledger import read_ledger
 from undula.storage import Store
 from undula.train.job import Job
@@ -113,18 +110,18 @@ def test_steps_between_measurements_have_no_cost_and_no_effect() -> None:
     assert NoiseScaleMeter(every_steps=0).state() == {}
 
 
-def measuring(folder: Path, rule: Any, deterministic: bool = False, **plan: Any) -> Job:
+def measuring(folder: Path, rule: Any) -> Job:
     """Return a job with random samples. If samples were stored by kind, micro-batches would differ by more than chance."""
-    job = numbers_job(folder, epochs=3, **plan)
+    job = numbers_job(folder, epochs=3)
     table = pa.table({"x": np.random.default_rng(0).normal(0.3, 1.0, 48).astype(np.float32)})
     write_shards(Store(str(folder / "data")), [table], table.schema, 48, num_shards=2, row_group_bytes=64)
     schedule = ScheduleSpec(base_lr=0.001, base_batch=3, batch_rule=rule)
-    return replace(job, schedule=schedule, deterministic=deterministic, gradient=GradientSpec(noise_every_steps=2))
+    return replace(job, schedule=schedule, gradient=GradientSpec(noise_every_steps=2))
 
 
-def steps_of(job: Job, rank: int = 0, world_size: int = 1, worker: WorkerState | None = None) -> Iterator[Run]:
+def steps_of(job: Job) -> Iterator[Run]:
     """Train, and yield the run after each step."""
-    run = cpu_run(job, rank, world_size, worker)
+    run = cpu_run(job)
     model = run.model(nn.Sequential(nn.Linear(1, 4), nn.Tanh(), nn.Linear(4, 1)))
     run.optimizer(torch.optim.SGD(model.parameters(), lr=run.base_lr, momentum=0.9))
     for step in run.steps():
@@ -146,70 +143,19 @@ def recorded_rates(job: Job) -> list[tuple[float, float | None]]:
     return [(row["lr"], json.loads(row["logged"]).get("noise_scale")) for row in rows]
 
 
-def _train(rank: int, world_size: int, job: Job) -> list[float]:
-    for run in steps_of(job, rank, world_size):
-        weights = torch.cat([each.detach().flatten() for each in loop_of(run).model.module.parameters()]).tolist()  # type: ignore[union-attr]
-    return [*weights, *loop_of(run).model._noise.measured.values()]
-
-
-@pytest.mark.parametrize(("rule", "deterministic"), [("noise_scale", True), ("adascale", False), ("surge", False)])
-def test_a_run_with_a_measured_rule_is_the_same_at_any_world_size(
-    tmp_path: Path, rule: str, deterministic: bool
-) -> None:
-    job = measuring(tmp_path, rule, deterministic)
-    (alone,) = on_ranks(1, _train, job)
+@pytest.mark.usefixtures("process_group")
+@pytest.mark.parametrize("rule", ["noise_scale", "adascale", "surge"])
+def test_the_learning_rate_follows_the_noise_scale_by_a_measured_rule(tmp_path: Path, rule: str) -> None:
+    job = measuring(tmp_path, rule)
+    for _ in steps_of(job):
+        pass
     series = recorded_rates(job)
-    assert len({lr for lr, _ in series}) == 12  # the rate follows the noise scale
+    assert len({lr for lr, _ in series}) == 12
     assert sum(noise is not None for _, noise in series) > 6
-    for world_size in (2, 3):
-        its_own = replace(job, run_url=f"{tmp_path}/{world_size}")
-        for found in on_ranks(world_size, _train, its_own):
-            assert found == (alone if deterministic else pytest.approx(alone, rel=1e-4))
-        if deterministic:
-            assert recorded_rates(its_own) == series
-
-
-def test_a_run_with_a_measured_rule_is_the_same_with_horovod(tmp_path: Path) -> None:
-    pytest.importorskip("horovod.torch", reason="Horovod is not installed: make horovod")
-    job = measuring(tmp_path, "noise_scale")
-    (alone,) = on_ranks(1, _train, job)
-    with_horovod = replace(job, engine="horovod", run_url=f"{tmp_path}/horovod")
-    for found in on_horovod_ranks(2, _train, with_horovod):
-        assert found == pytest.approx(alone, rel=1e-4)
-    assert [lr for lr, _ in recorded_rates(with_horovod)] == pytest.approx(
-        [lr for lr, _ in recorded_rates(job)], rel=1e-4
-    )
 
 
 @pytest.mark.usefixtures("process_group")
-@pytest.mark.parametrize("through_memory", [True, False])
-def test_measurements_survive_their_worker_group(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, through_memory: bool
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    job = replace(measuring(tmp_path, "adascale", deterministic=True), run_id=str(tmp_path))
-    whole = replace(job, run_url=f"{tmp_path}/whole", run_id=f"{tmp_path}/whole")
-    for _ in steps_of(whole):
-        pass
-    worker = WorkerState()
-    steps = steps_of(job, worker=worker)
-    for _ in range(5 if through_memory else 7):  # a checkpoint is taken every two steps; the last one has step 6
-        run = next(steps)
-    if through_memory:
-        leave_after_next(steps, worker)
-        run.hand_over()
-        assert worker.held is not None
-    else:
-        loop_of(run).saver.snapshots.delete()  # type: ignore[union-attr]
-    steps.close()
-    for _ in steps_of(job, worker=worker):
-        pass
-    assert recorded_rates(job) == recorded_rates(whole)
-
-
-@pytest.mark.usefixtures("process_group")
-def test_a_run_without_measurements_saves_no_additional_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_a_run_without_measurements_saves_no_additional_state(tmp_path: Path) -> None:
     job = numbers_job(tmp_path)
     for run in steps_of(job):
         held = loop_of(run).saver._live.held()

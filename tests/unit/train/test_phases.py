@@ -120,7 +120,6 @@ def test_a_rank_of_a_sharded_model_may_be_waiting_in_its_forward_pass(tmp_path: 
 
 
 def test_a_rank_that_waits_for_its_snapshot_may_take_long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("undula.recovery.snapshot.MEMORY", tmp_path / "memory")
     job = replace(numbers_job(tmp_path), checkpoint=CheckpointSpec(every_steps=100, snapshot_every_steps=1))
     worker, found = WorkerState(), []
     wait = SnapshotWriter.wait

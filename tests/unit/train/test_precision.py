@@ -2,8 +2,10 @@
 
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from dataclasses import replace
+from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -11,81 +13,53 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from feature_scripts import OVERFLOWS, overflowing, two_layers
+from features import SCALE_INTERVAL
 from horovod_ranks import on_horovod_ranks
 from hypothesis import given
 from hypothesis import strategies as st
-from numbers_job import cpu_run, leave_after_next, numbers_job
+from numbers_job import cpu_run, numbers_job
 from ranks import on_ranks
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 
-from undula.data.stored.rows import Batch
 from undula.parallel.engines.engine import Engine
 from undula.parallel.engines.fsdp import FSDPEngine
 from undula.parallel.layout import join_layout
 from undula.parallel.precision import Autocast, cpu_problem
+from undula.parallel.spec import GradientSpec
 from undula.plan.plan import MicroBatch
 from undula.plan.precision import PrecisionSpec
-from undula.recovery.worker_state import WorkerState
 from undula.state.events import SkipEvent, WarningEvent
 from undula.state.ledger import events_of, read_ledger
 from undula.storage import Store
 from undula.train import loss_scale
 from undula.train.job import Job
 from undula.train.loss_scale import LONG_SKIPPED_STEPS, Scale
-from undula.train.run import Run
 
 JOBS = Path(__file__).parents[3] / "jobs"
-OVERFLOWS = frozenset({0, 1, 5, 9, 10, 14})
 STEPS = 20
-INTERVAL = 3
-"""Number of steps without an overflow after which the scale grows in these tests."""
-
-
-class Network(nn.Module):
-    """Two layers, with an infinite factor on the first output in the steps that overflow."""
-
-    def __init__(self, is_sharded: bool = False):
-        super().__init__()
-        torch.manual_seed(3)
-        self.first, self.second = nn.Linear(1, 7), nn.Linear(7, 3)
-        if is_sharded:
-            fully_shard(self.first)
-            fully_shard(self)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.second(torch.tanh(self.first(x)))  # type: ignore[no-any-return]
-
-
-def loss_of(model: nn.Module, batch: Batch, overflows: bool) -> Tensor:
-    x = batch["x"]
-    assert isinstance(x, Tensor)
-    outputs = model(x[:, None] / 48)
-    assert outputs.dtype == torch.float32
-    # Only the sample 5 overflows, so that a single virtual worker does, and only one row of the last layer's gradient.
-    factor = torch.where((x == 5) & overflows, math.inf, 1.0)
-    return ((outputs[:, 0] - 1) * factor).mean() + outputs[:, 1:].square().mean()
 
 
 def trained(
     job: Job,
     rank: int = 0,
     world_size: int = 1,
-    worker: WorkerState | None = None,
     is_sharded: bool = False,
-    overflows: frozenset[int] = OVERFLOWS,
-) -> Iterator[tuple[Run, bool]]:
-    """Train, and yield after each step the run and whether the weights have changed."""
-    loss_scale.GROWTH_INTERVAL = INTERVAL
-    run = cpu_run(job, rank, world_size, worker)
-    model = run.model(Network(is_sharded))
+    overflows: Container[int] = OVERFLOWS,
+) -> Iterator[bool]:
+    """Train, and yield after each step whether the weights have changed."""
+    loss_scale.GROWTH_INTERVAL = SCALE_INTERVAL
+    run = cpu_run(job, rank, world_size)
+    model = run.model(two_layers(is_sharded))
     run.optimizer(torch.optim.AdamW(model.parameters(), lr=run.base_lr))
     for step in run.steps():
         before = weights(model)
         for batch in step.batches():
-            step.backward(loss_of(model, batch, step.index in overflows))
+            model.step = step.index  # type: ignore[assignment]
+            step.backward(overflowing(model, batch, overflows))
         step.update()
-        yield run, weights(model) != before
+        yield weights(model) != before
 
 
 def weights(model: nn.Module) -> list[float]:
@@ -106,11 +80,11 @@ def recorded(job: Job) -> list[tuple[float, bool]]:
     return [(json.loads(row["logged"])["loss_scale"], row["applied"]) for row in rows]
 
 
-def torch_scales(overflows: frozenset[int] = OVERFLOWS, steps: int = STEPS) -> list[tuple[float, bool]]:
+def torch_scales(overflows: Container[int] = OVERFLOWS, steps: int = STEPS) -> list[tuple[float, bool]]:
     """Return the same for torch's own scaler."""
     weight = nn.Parameter(torch.ones(1))
     optimizer = torch.optim.SGD([weight], lr=0.0)
-    scaler = torch.amp.GradScaler("cpu", growth_interval=INTERVAL)
+    scaler = torch.amp.GradScaler("cpu", growth_interval=SCALE_INTERVAL)
     found = []
     for index in range(steps):
         scaler.scale(weight.sum() * (math.inf if index in overflows else 1.0)).backward()  # type: ignore[no-untyped-call]
@@ -146,63 +120,39 @@ def test_the_defaults_are_those_of_torch() -> None:
     assert theirs == (loss_scale.INITIAL, loss_scale.GROWTH, loss_scale.BACKOFF, 2000)
 
 
-def _skips(rank: int, world_size: int, job: Job, is_sharded: bool = False) -> list[bool]:
-    """Return whether each step changed this rank's weights."""
-    return [changed for _, changed in trained(job, rank, world_size, is_sharded=is_sharded)]
+def _changes(rank: int, world_size: int, jobs: dict[str, Job]) -> dict[str, list[bool]]:
+    """Return for each job whether each step changed this rank's weights."""
+    return {kind: list(trained(job, rank, world_size, is_sharded=kind == "sharded")) for kind, job in jobs.items()}
 
 
-@pytest.mark.parametrize("kind", ["data parallel", "deterministic", "fsdp", "adasum", "horovod"])
-def test_scales_and_skipped_steps_are_those_of_torch_at_any_world_size(tmp_path: Path, kind: str) -> None:
+def test_scales_and_skipped_steps_are_those_of_torch_on_every_rank(tmp_path: Path) -> None:
     """Of the ranks with shards, only one sees the overflow in its own gradient, and yet all skip the step."""
-    job = replace(fp16_job(tmp_path), deterministic=kind == "deterministic")
-    if kind == "adasum":
-        job = replace(job, gradient=replace(job.gradient, reduce="adasum"))
-    if kind == "horovod":
-        pytest.importorskip("horovod.torch", reason="Horovod is not installed: make horovod")
-        job = replace(job, engine="horovod")
+    kinds: dict[str, dict[str, Any]] = {
+        "data parallel": {},
+        "deterministic": {"deterministic": True},
+        "sharded": {},
+        "adasum": {"gradient": GradientSpec(reduce="adasum")},
+        "horovod": {"engine": "horovod"},
+    }
+    jobs = {kind: replace(fp16_job(tmp_path / kind), **settings) for kind, settings in kinds.items()}
+    horovod = {"horovod": jobs.pop("horovod")}
+    ranks = on_ranks(3, _changes, jobs)
+    if find_spec("horovod"):
+        ranks = [one | other for one, other in zip(ranks, on_horovod_ranks(3, _changes, horovod), strict=True)]
+        jobs |= horovod
     expected = torch_scales()
-    for world_size in (1, 2, 3) if kind == "data parallel" else (3,):
-        its_own = replace(job, run_url=f"{tmp_path}/{world_size}")
-        start = on_horovod_ranks if kind == "horovod" else on_ranks
-        for changed in start(world_size, _skips, its_own, kind == "fsdp"):
-            assert changed == [applied for _, applied in expected]
-        assert recorded(its_own) == expected
-        events = events_of(read_ledger(Store(its_own.run_url)).events, SkipEvent)
-        assert [event.step for event in events] == [step + 1 for step in sorted(OVERFLOWS)]
+    for kind, job in jobs.items():
+        assert [rank[kind] for rank in ranks] == [[applied for _, applied in expected]] * 3, kind
+        assert recorded(job) == expected, kind
+        events = events_of(read_ledger(Store(job.run_url)).events, SkipEvent)
+        assert [event.step for event in events] == [step + 1 for step in sorted(OVERFLOWS)], kind
 
 
 @pytest.mark.usefixtures("process_group")
-@pytest.mark.parametrize("through_memory", [True, False])
-def test_the_scale_survives_its_worker_group(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, through_memory: bool
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(loss_scale, "GROWTH_INTERVAL", INTERVAL)
-    job, worker = replace(fp16_job(tmp_path), run_id=str(tmp_path)), WorkerState()
-    steps = trained(job, worker=worker)
-    for _ in range(11 if through_memory else 13):  # a checkpoint is taken every two steps; the last one has step 12
-        run, _ = next(steps)
-    assert run._loop is not None
-    if through_memory:
-        leave_after_next(steps, worker)
-        run.hand_over()
-        assert worker.held is not None
-    else:
-        run._loop.saver.snapshots.delete()  # type: ignore[union-attr]
-    steps.close()
-    for _ in trained(job, worker=worker):
-        pass
-    assert recorded(job) == torch_scales()
-
-
-@pytest.mark.usefixtures("process_group")
-def test_a_fixed_scale_stays_and_a_warning_follows_many_skipped_steps(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_a_fixed_scale_stays_and_a_warning_follows_many_skipped_steps(tmp_path: Path) -> None:
     job = fp16_job(tmp_path, loss_scale=1024)
     job = replace(job, plan=replace(job.plan, epochs=LONG_SKIPPED_STEPS + 3))
-    for _ in trained(job, overflows=frozenset(range(1, 100))):
+    for _ in trained(job, overflows=range(1, 100)):
         pass
     assert recorded(job) == [(1024.0, True), *[(1024.0, False)] * (LONG_SKIPPED_STEPS + 2)]
     (warning,) = events_of(read_ledger(Store(job.run_url)).events, WarningEvent)
@@ -210,16 +160,13 @@ def test_a_fixed_scale_stays_and_a_warning_follows_many_skipped_steps(
 
 
 @pytest.mark.usefixtures("process_group")
-def test_the_noise_scale_knows_no_loss_scale_and_no_skipped_steps(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_the_noise_scale_knows_no_loss_scale_and_no_skipped_steps(tmp_path: Path) -> None:
     found = {}
     for name, overflows, compute in (("fp32", (), "fp32"), ("fp16", (), "fp16"), ("with skips", (2, 3), "fp16")):
         job = replace(fp16_job(tmp_path), run_url=f"{tmp_path}/{name}", run_id=f"{tmp_path}/{name}")
         job = replace(job, precision=PrecisionSpec(compute=compute), plan=replace(job.plan, epochs=6))  # type: ignore[arg-type]
         job = replace(job, gradient=replace(job.gradient, noise_every_steps=1))
-        for _ in trained(job, overflows=frozenset(overflows)):
+        for _ in trained(job, overflows=overflows):
             pass
         rows = read_ledger(Store(job.run_url)).steps["logged"].to_pylist()
         found[name] = [json.loads(row).get("noise_scale") for row in rows]
@@ -280,33 +227,22 @@ def test_accumulation_and_autocast_make_one_sum_per_bucket_and_step(tmp_path: Pa
         assert counts == [1] * 4
 
 
-def _losses_and_weights(rank: int, world_size: int, job: Job) -> list[float]:
-    run = cpu_run(job, rank, world_size)
-    model = run.model(Network())
+@pytest.mark.usefixtures("process_group")
+def test_a_run_in_bf16_computes_in_bf16_also_in_validation_and_keeps_weights_in_fp32(tmp_path: Path) -> None:
+    job = replace(numbers_job(tmp_path), precision=PrecisionSpec(compute="bf16"))
+    run = cpu_run(replace(job, data=replace(job.data, validation=job.data.train)))
+    model = run.model(two_layers())
     run.optimizer(torch.optim.AdamW(model.parameters(), lr=run.base_lr))
-    seen: set[torch.dtype] = set()
-    model.second.register_forward_hook(lambda module, inputs, output: seen.add(output.dtype))  # type: ignore[union-attr]
-
-    def loss(batch: Batch) -> Tensor:
-        return loss_of(model, batch, overflows=False)
-
+    outputs = set[tuple[bool, torch.dtype]]()
+    layer, loss = model[2], partial(overflowing, model, steps=())  # type: ignore[index]
+    model.step = 0  # type: ignore[assignment]
+    layer.register_forward_hook(lambda of, inputs, output: outputs.add((of.training, output.dtype)))  # type: ignore[operator]
     for step in run.steps(validate=loss):
         for batch in step.batches():
             step.backward(loss(batch))
         step.update()
-    assert seen == {torch.bfloat16}  # also in validation
-    assert {each.dtype for each in model.parameters()} == {torch.float32}
-    return [*weights(model), *read_ledger(Store(job.run_url)).steps["loss"].to_pylist()]
-
-
-def test_bf16_is_the_same_bit_for_bit_at_any_world_size(tmp_path: Path) -> None:
-    job = replace(numbers_job(tmp_path), deterministic=True, precision=PrecisionSpec(compute="bf16"))
-    job = replace(job, data=replace(job.data, validation=job.data.train))
-    found = []
-    for world_size in (1, 2, 3):
-        its_own = replace(job, run_url=f"{tmp_path}/{world_size}")
-        found += on_ranks(world_size, _losses_and_weights, its_own)
-    assert all(each == found[0] for each in found)
+    assert outputs == {(True, torch.bfloat16), (False, torch.bfloat16)}
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
 
 
 class Adapted(nn.Module):

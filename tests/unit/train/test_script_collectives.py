@@ -89,16 +89,25 @@ def _meets(rank: int, world_size: int, job: Job, habit: str, first: int) -> tupl
     return -1, ""
 
 
-@pytest.mark.parametrize("habit", HABITS)
-def test_a_collective_in_a_batch_is_refused_on_every_rank_before_any_of_them_waits(tmp_path: Path, habit: str) -> None:
+def _meet(rank: int, world_size: int, job: Job, first: int) -> dict[str, tuple[int, str]]:
+    """Return the same for each habit."""
+    return {
+        habit: _meets(rank, world_size, replace(job, run_url=f"{job.run_url}-{number}"), habit, first)
+        for number, habit in enumerate(HABITS)
+    }
+
+
+@pytest.mark.parametrize(("world_size", "first"), [(1, 0), (3, 0), (3, 1)])
+def test_a_collective_in_a_batch_is_refused_on_every_rank_before_any_of_them_waits(
+    tmp_path: Path, world_size: int, first: int
+) -> None:
     """Three ranks have two, one and one of the four virtual workers; from the second step on, gradients are sent in backward passes."""
-    for world_size, first in ((1, 0), (3, 0), (3, 1)):
-        job = replace(numbers_job(tmp_path / f"{world_size} {first}"))
-        for step, message in on_ranks(world_size, _meets, job, habit, first, limit_s=60):
-            assert step == first
+    for rank in on_ranks(world_size, _meet, numbers_job(tmp_path), first, limit_s=60):
+        for habit, (step, message) in rank.items():
+            assert step == first, habit
             assert message.startswith(
                 f"the script has begun a collective of torch.distributed in a batch of step {first}, such as"
-            )
+            ), habit
             assert "step.total() outside of the loop" in message
 
 

@@ -2,6 +2,7 @@
 
 import multiprocessing
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from drawn_data import ROWS, Drawn, DrawnAtOnce, drawn_job, train_on_drawn
+from drawn_data import ROWS, Drawn, DrawnAtOnce, drawn_job
+from feature_scripts import on_drawn
 from numbers_job import cpu_run, numbers_job
 from ranks import on_ranks
 from torch import nn
@@ -31,11 +33,6 @@ from undula.train.single_process import SingleProcess, local_world
 Result = tuple[list[Any], ...]
 
 
-@pytest.fixture(autouse=True)
-def in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-
-
 def result_of(job: Job) -> Result:
     """Return losses, digests of samples and weights, and validation losses of a run."""
     ledger = read_ledger(Store(job.run_url))
@@ -43,15 +40,9 @@ def result_of(job: Job) -> Result:
     return *columns, [event.loss for event in events_of(ledger.events, ValidationEvent)]
 
 
-def train_rank(rank: int, world_size: int, job: Job) -> None:
-    run = cpu_run(job, rank, world_size)
-    train_on_drawn(run)
-    run.free()
-
-
 def alone(folder: Path, num_workers: int = 0, **plan: Any) -> Job:
     job = drawn_job(folder, num_workers, **plan)
-    SingleProcess(train_on_drawn, job, lambda message: None)()
+    SingleProcess(on_drawn, job, lambda message: None)()
     return job
 
 
@@ -68,16 +59,9 @@ def test_a_run_consumes_the_samples_of_the_plan(expected: Result, tmp_path: Path
     assert len(expected[3]) == 3  # before the first step, after 5 of 9, and after the last
 
 
-def test_loader_processes_change_no_bit_and_end_with_the_run(expected: Result, tmp_path: Path) -> None:
+def test_several_loader_processes_change_no_bit_and_end_with_the_run(expected: Result, tmp_path: Path) -> None:
     assert result_of(alone(tmp_path, num_workers=2)) == expected
     assert not multiprocessing.active_children()
-
-
-@pytest.mark.parametrize(("world_size", "num_workers"), [(3, 0), (2, 1)])
-def test_the_world_size_changes_no_bit(expected: Result, tmp_path: Path, world_size: int, num_workers: int) -> None:
-    job = drawn_job(tmp_path, num_workers)
-    on_ranks(world_size, train_rank, job)
-    assert result_of(job) == expected
 
 
 def test_loader_processes_and_what_the_script_keeps_are_there_for_the_next_group_of_a_process(
@@ -85,28 +69,18 @@ def test_loader_processes_and_what_the_script_keeps_are_there_for_the_next_group
 ) -> None:
     job, worker = drawn_job(tmp_path, num_workers=1), WorkerState(is_run=True, controller=object())
 
-    def train(run: Run, leaves_at: int | None) -> None:
-        steps = run.steps
-
-        def watched(**arguments: Any) -> Any:
-            for step in steps(**arguments):
-                worker.request = Request(leaves=step.index == leaves_at)
-                yield step
-
-        run.steps = watched  # type: ignore[method-assign]
-        train_on_drawn(run)
-
     seen, made = [], []
     for leaves_at in (2, 6, None):
+
+        def ends(index: int, leaves_at: int | None = leaves_at) -> None:
+            worker.request = Request(leaves=index == leaves_at)
+
         with local_world(torch.device("cpu")):
             worker.join_group()
             run = cpu_run(job, worker=worker)
             made.append(run.keep("mine", object))
-            if leaves_at is None:
-                train(run, None)
-            else:
-                with pytest.raises(LeaveGroup):
-                    train(run, leaves_at)
+            with suppress(LeaveGroup):
+                on_drawn(run, ends)
             run.hand_over()
             run.free()
         seen.append({child.pid for child in multiprocessing.active_children()})
@@ -121,7 +95,7 @@ def test_loader_processes_and_what_the_script_keeps_are_there_for_the_next_group
 def test_a_run_resumes_exactly_after_every_step(tmp_path: Path) -> None:
     file = tmp_path / "job.yaml"
     file.write_text("{name: drawn, plan: {global_batch: 12, micro_batch: 2}, config: {num_workers: 0}}")
-    conformance.check(train_on_drawn, file, "plan.max_steps=3")
+    conformance.check(on_drawn, file, "plan.max_steps=3")
 
 
 def refusal(job: Job, act: Callable[[Run], object]) -> str:
@@ -190,9 +164,15 @@ def test_all_kinds_of_a_last_step_are_trained(tmp_path: Path, last_step: str) ->
     assert result_of(job)[1] == [multiset_digest(planned.step_ids(step)) for step in range(plan.total_steps)]
 
 
+def _train(rank: int, world_size: int, job: Job) -> None:
+    run = cpu_run(job, rank, world_size)
+    on_drawn(run)
+    run.free()
+
+
 def test_an_elastic_batch_takes_the_samples_of_several_steps(tmp_path: Path) -> None:
     job = drawn_job(tmp_path, num_workers=1, batch="elastic")
-    on_ranks(2, train_rank, job)
+    on_ranks(2, _train, job)
     planned = PlannedSamples(IndexedData(ROWS, ""), Plan(job.plan, ROWS))
     steps = read_ledger(Store(job.run_url)).steps
     for step, count, digest in zip(

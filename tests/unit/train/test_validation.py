@@ -1,16 +1,16 @@
 """Tests of validation with a loss that draws random numbers: it depends on the weights alone, and it leaves the training as it is."""
 
-import random
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from feature_scripts import drawn, named_means, with_random_numbers
 from numbers_job import cpu_run, numbers_job
 from pytorch_optimizer import ScheduleFreeSGD
-from ranks import on_ranks
 from torch import Tensor, nn
 
 from undula.data.spec import ValidationSpec
@@ -22,30 +22,7 @@ from undula.state.ledger import events_of, read_ledger
 from undula.storage import Store
 from undula.train.job import Job
 
-
-def drawn(size: int) -> Tensor:
-    """Draw numbers from every generator that a train function may use."""
-    return torch.rand(size, 1) + torch.from_numpy(np.random.rand(size, 1)).float() + random.random()
-
-
-def _draws_between_steps(rank: int, world_size: int, job: Job, validates: bool) -> list[float]:
-    """Train without changing the weights, and return numbers that the script draws between steps."""
-    run = cpu_run(job, rank, world_size)
-    model = run.model(nn.Linear(1, 1))
-    run.optimizer(torch.optim.SGD(model.parameters(), lr=0.0))
-
-    def loss(batch: Batch) -> Tensor:
-        x = batch["x"]
-        assert isinstance(x, Tensor)
-        return (model(x[:, None] / 48) * drawn(len(x))).square().mean()
-
-    found = []
-    for step in run.steps(validate=loss if validates else None):
-        found.append(float(drawn(1)))
-        for batch in step.batches():
-            step.backward(loss(batch))
-        step.update()
-    return found
+pytestmark = pytest.mark.usefixtures("process_group")
 
 
 def validating(folder: Path) -> Job:
@@ -54,43 +31,40 @@ def validating(folder: Path) -> Job:
     return replace(job, data=replace(job.data, validation=job.data.train), validation=ValidationSpec(every_steps=1))
 
 
-def test_a_loss_with_random_numbers_is_the_same_at_any_world_size_and_any_step(tmp_path: Path) -> None:
+def drawn_between_steps(job: Job, validates: bool) -> list[float]:
+    """Train without changing the weights, and return numbers that the script draws between steps."""
+    run = cpu_run(job)
+    model = run.model(nn.Linear(1, 1))
+    run.optimizer(torch.optim.SGD(model.parameters(), lr=0.0))
+    numbers = []
+    for step in run.steps(validate=partial(with_random_numbers, model) if validates else None):
+        numbers.append(float(drawn()))
+        for batch in step.batches():
+            step.backward(with_random_numbers(model, batch))
+        step.update()
+    return numbers
+
+
+def test_validations_draw_the_same_numbers_and_change_none_that_follow(tmp_path: Path) -> None:
     job = validating(tmp_path)
-    losses = []
-    for world_size in (1, 2, 3):
-        its_own = replace(job, run_url=f"{tmp_path}/{world_size}")
-        on_ranks(world_size, _draws_between_steps, its_own, True)
-        losses += [event.loss for event in events_of(read_ledger(Store(its_own.run_url)).events, ValidationEvent)]
-    assert len(losses) == 3 * 4
+    without = replace(job, run_url=f"{tmp_path}/without")
+    assert drawn_between_steps(job, True) == drawn_between_steps(without, False)
+    losses = [event.loss for event in events_of(read_ledger(Store(job.run_url)).events, ValidationEvent)]
+    assert len(losses) == 4
     assert len(set(losses)) == 1
 
 
-def _named_means(rank: int, world_size: int, job: Job) -> None:
-    run = cpu_run(job, rank, world_size)
+def test_named_means_are_those_of_all_samples(tmp_path: Path) -> None:
+    job = validating(tmp_path)
+    run = cpu_run(job)
     model = run.model(nn.Linear(1, 1))
     run.optimizer(torch.optim.SGD(model.parameters(), lr=0.0))
-
-    def validate(batch: Batch) -> dict[str, Tensor | float]:
-        x = batch["x"]
-        assert isinstance(x, Tensor)
-        return {"loss": model(x[:, None] / 48).square().mean(), "x": x.mean(), "samples": float(len(x))}
-
-    next(run.steps(validate=validate))
+    next(run.steps(validate=partial(named_means, model)))
+    (event,) = events_of(read_ledger(Store(job.run_url)).events, ValidationEvent)
+    assert (event.means["x"], event.means["samples"]) == (23.5, pytest.approx(88 / 48))
+    assert event.means.keys() == {"loss", "x", "samples"}
 
 
-def test_named_means_are_the_same_at_any_world_size(tmp_path: Path) -> None:
-    job = validating(tmp_path)
-    found = []
-    for world_size in (1, 2, 3):
-        its_own = replace(job, run_url=f"{tmp_path}/{world_size}")
-        on_ranks(world_size, _named_means, its_own)
-        found += [event.means for event in events_of(read_ledger(Store(its_own.run_url)).events, ValidationEvent)]
-    assert found == [found[0]] * 3
-    assert (found[0]["x"], found[0]["samples"]) == (23.5, pytest.approx(88 / 48))
-    assert found[0].keys() == {"loss", "x", "samples"}
-
-
-@pytest.mark.usefixtures("process_group")
 @pytest.mark.parametrize(
     ("returned", "message"),
     [
@@ -99,10 +73,7 @@ def test_named_means_are_the_same_at_any_world_size(tmp_path: Path) -> None:
         (lambda x: {"loss": 1.0, f"from {x[0]:.0f}": 1.0}, r"returned \['from 2', 'loss'\] after .* the same names"),
     ],
 )
-def test_a_validation_function_that_returns_no_means_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, returned: Any, message: str
-) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_a_validation_function_that_returns_no_means_is_refused(tmp_path: Path, returned: Any, message: str) -> None:
     run = cpu_run(validating(tmp_path))
     model = run.model(nn.Linear(1, 1))
     run.optimizer(torch.optim.SGD(model.parameters(), lr=0.0))
@@ -110,18 +81,8 @@ def test_a_validation_function_that_returns_no_means_is_refused(
         next(run.steps(validate=lambda batch: returned(batch["x"])))
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_a_validation_does_not_change_the_random_numbers_that_follow(tmp_path: Path, world_size: int) -> None:
-    job = validating(tmp_path)
-    without = replace(job, run_url=f"{tmp_path}/without")
-    expected = on_ranks(world_size, _draws_between_steps, without, False)
-    assert on_ranks(world_size, _draws_between_steps, job, True) == expected
-
-
-@pytest.mark.usefixtures("process_group")
-def test_a_frozen_layer_stays_in_eval_mode_after_a_validation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_frozen_layer_stays_in_eval_mode_after_a_validation(tmp_path: Path) -> None:
     """After a resume there may be no validation before the first step, so the layer would otherwise depend on the run's history."""
-    monkeypatch.chdir(tmp_path)
     run = cpu_run(replace(validating(tmp_path), plan=numbers_job(tmp_path).plan))
     model = run.model(nn.Sequential(nn.BatchNorm1d(1), nn.Linear(1, 1)))
     model[0].eval()  # type: ignore[operator]
@@ -145,7 +106,6 @@ def test_a_frozen_layer_stays_in_eval_mode_after_a_validation(tmp_path: Path, mo
     steps.close()
 
 
-@pytest.mark.usefixtures("process_group")
 def test_a_validation_has_the_weights_for_evaluation_of_an_optimizer_without_a_schedule(tmp_path: Path) -> None:
     """The script may also change between them by itself, as the documentation of such optimizers asks for."""
     run = cpu_run(replace(validating(tmp_path), schedule=ScheduleSpec(base_lr=0.1)))
@@ -172,11 +132,7 @@ def test_a_validation_has_the_weights_for_evaluation_of_an_optimizer_without_a_s
     assert not any(modes)
 
 
-@pytest.mark.usefixtures("process_group")
-def test_the_map_of_a_validation_is_held_to_the_columns_of_the_validation_datas_first_row(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_the_map_of_a_validation_is_held_to_the_columns_of_the_validation_datas_first_row(tmp_path: Path) -> None:
     run = cpu_run(validating(tmp_path))
     model = run.model(nn.Linear(1, 1))
     run.optimizer(torch.optim.SGD(model.parameters(), lr=0.0))

@@ -1,0 +1,248 @@
+"""Features of runs, each of which must come to the same numbers wherever it trains, and the groups of ranks in which they train.
+
+`tests/unit/train/test_features.py` crosses the rows with world sizes, hand-overs and resumes. Nothing here needs Ray.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal, TypeAlias
+
+import pytest
+import torch
+import torch.distributed as dist
+from drawn_data import drawn_job
+from feature_scripts import (
+    Averaged,
+    Blocks,
+    Counting,
+    Embedded,
+    Loop,
+    Train,
+    adamw,
+    drawn,
+    named_means,
+    normed,
+    of_name,
+    on_drawn,
+    on_tokens,
+    overflowing,
+    sgd,
+    two_layers,
+    with_dropout,
+    with_random_numbers,
+    without_samples,
+)
+from numbers_job import CPU, cpu_run, network, numbers_job
+from torch import nn
+from torch.optim.lr_scheduler import LambdaLR, OneCycleLR, SequentialLR, StepLR
+
+from undula.data.spec import ValidationSpec
+from undula.parallel.spec import ActivationsSpec, GradientSpec
+from undula.plan.precision import PrecisionSpec
+from undula.plan.schedule import ScheduleSpec
+from undula.recovery.worker_state import LeaveGroup, Request, WorkerState
+from undula.state.events import StartEvent, ValidationEvent
+from undula.state.ledger import events_of, read_ledger
+from undula.state.spec import CheckpointSpec
+from undula.storage import Store
+from undula.train import loss_scale, micro_batches
+from undula.train.device_batches import DeviceBatches
+from undula.train.job import Job
+
+SCALE_INTERVAL = 3
+"""Number of steps without an overflow after which the loss scale grows."""
+Origin: TypeAlias = Literal["the memory of a worker", "the checkpoint", "the memory of a node"]
+"""Place from which the next group has the state."""
+
+
+@dataclass(frozen=True)
+class Feature:
+    """Train function, and the settings of the job in which it has the feature."""
+
+    train: Train = field(default_factory=Loop)
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    """Fields of the job."""
+    plan: Mapping[str, Any] = field(default_factory=lambda: {"epochs": 2})
+    like: str | None = None
+    """Row that has the same numbers on one rank."""
+    num_workers: int | None = None
+    """Number of loader processes of `on_drawn`, whose dataset replaces the stored one."""
+
+    @property
+    def is_deterministic(self) -> bool:
+        return self.num_workers is not None or "deterministic" in self.settings
+
+    def job(self, folder: Path) -> Job:
+        """Return a job that validates, with a data set of its own."""
+        if self.num_workers is not None:
+            return drawn_job(folder, self.num_workers)
+        job = numbers_job(folder, **self.plan)
+        job = replace(job, data=replace(job.data, validation=job.data.train), validation=ValidationSpec(every_steps=2))
+        return replace(job, **self.settings)
+
+
+DETERMINISTIC = {"deterministic": True}
+FP16 = {"precision": PrecisionSpec("fp16")}
+OVERFLOWING = {"global_batch": 48, "epochs": 12}
+"""Plan of steps that consume all samples and so also the one that overflows."""
+
+SHORT = {"global_batch": 45, "virtual_workers": 5, "epochs": 4}
+"""Plan whose every second step has three samples for five virtual workers."""
+
+
+def ruled(rule: Any) -> dict[str, Any]:
+    """Return the settings of a learning rate that follows the measured noise scale by a rule."""
+    schedule = ScheduleSpec(base_lr=0.001, base_batch=3, batch_rule=rule)
+    return {"schedule": schedule, "gradient": GradientSpec(noise_every_steps=2)}
+
+
+def blocks(keep: str, like: str | None = "activations=all") -> Feature:
+    """Return a row with a policy for activations."""
+    return Feature(Loop(Blocks, adamw), {**DETERMINISTIC, "activations": ActivationsSpec(keep)}, like=like)  # type: ignore[arg-type]
+
+
+FEATURES: dict[str, Feature] = {
+    "plain": Feature(),
+    "deterministic": Feature(Loop(Averaged), DETERMINISTIC),
+    "buffers": Feature(Loop(Averaged)),
+    "counts in buffers": Feature(Loop(Counting)),
+    "BatchNorm": Feature(Loop(normed(nn.BatchNorm1d)), DETERMINISTIC),
+    "SyncBatchNorm": Feature(Loop(normed(nn.SyncBatchNorm)), DETERMINISTIC, like="BatchNorm"),
+    "sparse gradients": Feature(Loop(Embedded, partial(sgd, momentum=0.0))),
+    "sharded": Feature(Loop(partial(network, True)), plan={"micro_batch": 2, "epochs": 2}, like="whole"),
+    "whole": Feature(plan={"micro_batch": 2, "epochs": 2}),
+    "clipped": Feature(settings={"gradient": GradientSpec(max_norm=0.1)}),
+    "adasum": Feature(settings={"gradient": GradientSpec(reduce="adasum")}),
+    "noise scale": Feature(settings={"gradient": GradientSpec(noise_every_steps=1)}),
+    "rule noise_scale": Feature(settings={**DETERMINISTIC, **ruled("noise_scale")}),
+    "rule adascale": Feature(settings=ruled("adascale")),
+    "rule surge": Feature(settings=ruled("surge")),
+    "bf16": Feature(settings={"precision": PrecisionSpec("bf16")}),
+    "bf16, deterministic": Feature(settings={**DETERMINISTIC, "precision": PrecisionSpec("bf16")}),
+    "fp16": Feature(Loop(two_layers, adamw, overflowing), FP16, OVERFLOWING),
+    "fp16, sharded": Feature(Loop(partial(two_layers, True), adamw, overflowing), FP16, OVERFLOWING, like="fp16"),
+    "activations=all": blocks("all", like=None),
+    "activations=none": blocks("none"),
+    "activations=selective": blocks("selective"),
+    "activations=sqrt": blocks("sqrt"),
+    "offloaded": Feature(settings={"activations": ActivationsSpec("all", offload=True, units=("0", "2"))}, like="plain"),
+    "compiled": Feature(Loop(with_dropout, adamw), {**DETERMINISTIC, "compile": True}, {"global_batch": 20, "epochs": 2}),
+    "lars": Feature(Loop(optimize=of_name("lars")), DETERMINISTIC),
+    "lamb": Feature(Loop(optimize=of_name("lamb")), DETERMINISTIC),
+    "one cycle": Feature(Loop(schedule=lambda of: OneCycleLR(of, max_lr=0.2, total_steps=9))),
+    "schedulers in sequence": Feature(
+        Loop(schedule=lambda of: SequentialLR(of, [LambdaLR(of, lambda k: k / 2), StepLR(of, 1)], milestones=[2]))
+    ),
+    "mean over tokens": Feature(on_tokens, DETERMINISTIC, SHORT),
+    "random numbers": Feature(Loop(loss=with_random_numbers, between=lambda: float(drawn())), DETERMINISTIC),
+    "named means": Feature(Loop(validate=named_means), DETERMINISTIC, {"micro_batch": 2, "global_batch": 20, "epochs": 3}),
+    "short last step": Feature(plan={"global_batch": 20, "epochs": 3}),
+    "uneven micro-batches": Feature(plan={"global_batch": 16, "micro_batch": 3, "max_steps": 7, "epochs": 3}),
+    "no samples": Feature(without_samples(False), plan=SHORT),
+    "no samples, sharded": Feature(without_samples(True), plan=SHORT, like="no samples"),
+    "samples of the script": Feature(on_drawn, num_workers=0),
+    "loader processes": Feature(on_drawn, num_workers=1, like="samples of the script"),
+}  # fmt: skip
+"""Rows, whose name is the feature."""
+
+
+@dataclass(frozen=True)
+class Group:
+    """Ranks of a run that train together, as each of them is told how."""
+
+    leaves_after: int | None = None
+    """Number of steps after which they leave; None to train to the end of the plan."""
+    origin: Origin = "the memory of a worker"
+    """Place in which they leave the state."""
+
+
+def train_in_groups(
+    rank: int,
+    world_size: int,
+    jobs: Mapping[str, Job],
+    groups: Sequence[Group] = (Group(),),
+    default_device: str | None = None,
+    reads_ahead: bool | None = None,
+    device: torch.device = CPU,
+) -> dict[str, dict[str, list[Any]]]:
+    """Train each row in one group after another, and return the state of its model at the end, by row and by name.
+
+    Args:
+        rank: Rank of this process in all groups.
+        world_size: Number of ranks, which have a process group.
+        jobs: Job of each row.
+        groups: Groups of these ranks.
+        default_device: Default device of torch that the scripts set. On `meta`, which stands for a GPU, a tensor that the library should
+            have made in host memory has no values.
+        reads_ahead: Whether micro-batches are read before they are needed, as on a GPU.
+        device: Device of this rank.
+    """
+    states: dict[str, dict[str, list[Any]]] = {}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loss_scale, "GROWTH_INTERVAL", SCALE_INTERVAL)
+        patch.setattr(micro_batches, "DeviceBatches", partial(DeviceBatches, reads_ahead=reads_ahead))
+        for name, job in jobs.items():
+            worker = WorkerState(is_run=True, controller=object())
+            torch.set_default_device(default_device)
+            try:
+                for group in groups:
+                    states[name] = _train(rank, world_size, name, job, group, worker, device)
+                    if group.origin != "the memory of a worker":
+                        worker.held = None
+            except BaseException as error:
+                error.add_note(f"in the row {name!r}")
+                raise
+            finally:
+                worker.close_kept()
+                torch.set_default_device(None)
+                torch.use_deterministic_algorithms(False)
+            dist.barrier()
+    return states
+
+
+def _train(
+    rank: int, world_size: int, name: str, job: Job, group: Group, worker: WorkerState, device: torch.device
+) -> dict[str, list[Any]]:
+    """Train a row in a group, and return the state of its model at the end."""
+    copies = 1 if group.origin == "the memory of a node" else 0
+    job = replace(job, checkpoint=CheckpointSpec(every_steps=10**6, snapshot_every_steps=copies))
+    worker.join_group()
+    run = cpu_run(job, rank, world_size, worker, device=device)
+
+    def ends(index: int) -> None:
+        leaves = index + 1 == group.leaves_after
+        worker.request = Request(leaves=leaves, saves=leaves and group.origin == "the checkpoint")
+
+    with suppress(LeaveGroup):
+        FEATURES[name].train(run, ends)
+    run.hand_over()
+    module = run._loop.model.module  # type: ignore[union-attr]
+    state = {
+        key: getattr(value, "full_tensor", lambda value=value: value)().double().flatten().tolist()
+        for key, value in module.state_dict().items()
+    }
+    run.free()
+    return state
+
+
+def numbers_of(job: Job) -> dict[str, list[Any]]:
+    """Return the numbers in the ledger of a run, by name."""
+    ledger = read_ledger(Store(job.run_url))
+    columns = ("loss", "grad_norm", "lr", "applied", "step_samples", "sample_digest", "weights_digest")
+    numbers = {name: ledger.steps[name].to_pylist() for name in columns}
+    for key, rows in {
+        "logged": [json.loads(row) for row in ledger.steps["logged"].to_pylist()],
+        "validation": [{"step": event.step, **event.means} for event in events_of(ledger.events, ValidationEvent)],
+    }.items():
+        for name in sorted({name for row in rows for name in row}):
+            numbers[f"{key}.{name}"] = [row.get(name) for row in rows]
+    return numbers
+
+
+def origins_of(job: Job) -> list[str | None]:
+    """Return the places from which the groups of a run had its state."""
+    return [event.origin for event in events_of(read_ledger(Store(job.run_url)).events, StartEvent)]
