@@ -181,13 +181,13 @@ def check(url: str, as_json: bool) -> int:
 
 def _print_data_set(manifest: "Manifest", as_json: bool = False) -> None:
     if as_json:
-        found = {
+        facts = {
             "url": manifest.url,
             "digest": manifest.digest,
             "rows": manifest.num_rows,
             "files": len(manifest.files),
         }
-        print_json({**found, "columns": {each.name: each.type for each in manifest.columns}})
+        print_json({**facts, "columns": {column.name: column.type for column in manifest.columns}})
         return
     columns = ", ".join(f"{column.name} {column.type}{list(column.shape) or ''}" for column in manifest.columns)
     click.echo(f"{manifest.url}: {manifest.num_rows:,} rows of {columns}")

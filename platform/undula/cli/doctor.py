@@ -32,12 +32,12 @@ def doctor(cluster: str, runs: str | None, as_json: bool) -> int:
     with Console(file=sys.stderr).status("starting ...") as line:
         facts = examine(cluster, url, line.update)
     results = judge(facts)
-    count = {verdict: sum(each.verdict == verdict for each in results) for verdict in ("pass", "warn", "fail")}
+    count = {verdict: sum(result.verdict == verdict for result in results) for verdict in ("pass", "warn", "fail")}
     if as_json:
-        print_json({"results": [asdict(each) for each in results], "facts": asdict(facts)})
+        print_json({"results": [asdict(result) for result in results], "facts": asdict(facts)})
     else:
-        for each in results:
-            click.echo(f"{each.verdict}  {each.check:<10}  {each.message}")
+        for result in results:
+            click.echo(f"{result.verdict}  {result.check:<10}  {result.message}")
         nodes = f"{len(facts.nodes)} node{'s' if len(facts.nodes) != 1 else ''} in {time.monotonic() - started:.0f} s"
         click.echo(f"{count['pass']} passed, {count['warn']} to look at, {count['fail']} to fix; {nodes}")
     return int(count["fail"] > 0)

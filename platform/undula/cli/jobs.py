@@ -94,13 +94,13 @@ def states_of_jobs(runs: str, address: str | None) -> "dict[str, State]":
     from undula.driver.submit import connect, current, directory, jobs_by_run
 
     try:
-        found = jobs_by_run(connect(dashboard))
+        by_run = jobs_by_run(connect(dashboard))
     except ClusterError:
         if address or dashboard != DEFAULT_DASHBOARD:
             raise
         return {}
     states: dict[str, State] = {}
-    for url, jobs in found.items():
+    for url, jobs in by_run.items():
         parent, _, folder = url.rpartition("/")
         status = current(jobs).status
         if parent == directory(runs) and not status.is_terminal():

@@ -55,8 +55,8 @@ def watch(
     from undula.cluster.watcher import SourceOrSignal, drain_here
     from undula.cluster.watcher import watch as watch_source
 
-    found = SourceOrSignal(source_named(source, url, rebalance), signal_notice)
-    watch_source(found, partial(drain_here, address=cluster, node=node), partial(print, flush=True), found.wait)
+    notices = SourceOrSignal(source_named(source, url, rebalance), signal_notice)
+    watch_source(notices, partial(drain_here, address=cluster, node=node), partial(print, flush=True), notices.wait)
 
 
 @spot.command(short_help="Drain this machine's nodes now, and wait until they have left.")

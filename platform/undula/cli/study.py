@@ -120,19 +120,19 @@ def status(name: str, runs: str | None, follow: bool, as_json: bool) -> None:
     from undula.telemetry.live import LiveScreen
 
     store, screen = locate_study(name, runs), LiveScreen(sys.stdout)
-    found = read_status(store)
+    progress = read_status(store)
     if as_json:
-        print_json(found.as_json())
+        print_json(progress.as_json())
         return
     while True:
-        for line in found.table():
+        for line in progress.table():
             screen.show(line)
-        if found.is_over or not follow:
+        if progress.is_over or not follow:
             break
         time.sleep(INTERVAL_S)
-        found = read_status(store)
+        progress = read_status(store)
     screen.close()
-    if found.is_over and not found.has_ended:
+    if progress.is_over and not progress.has_ended:
         click.echo(
             "the study's driver has died or is still starting; if it does not start, submit the study again to continue it"
         )

@@ -78,9 +78,9 @@ def check_cluster(
 
 
 def _check_spot(types: Sequence[NodeType], provider: str | None) -> Iterator[Finding]:
-    spot = [each for each in types if each.is_spot and not each.is_head and each.max_workers]
-    fallback = [each for each in types if not each.is_spot and not each.is_head and each.max_workers]
-    for head in (each for each in types if each.is_head and each.is_spot):
+    spot = [node for node in types if node.is_spot and not node.is_head and node.max_workers]
+    fallback = [node for node in types if not node.is_spot and not node.is_head and node.max_workers]
+    for head in (node for node in types if node.is_head and node.is_spot):
         yield Finding(
             "error",
             f"available_node_types.{head.name}: the head is a spot node, and a preemption of the head ends the whole cluster; make it "
@@ -89,24 +89,24 @@ def _check_spot(types: Sequence[NodeType], provider: str | None) -> Iterator[Fin
     if not spot:
         yield Finding("warning", "available_node_types: no worker type is a spot type; give one a spot market")
         return
-    for kind in sorted({_kind(each) for each in spot} - {_kind(each) for each in fallback}):
+    for kind in sorted({_kind(node) for node in spot} - {_kind(node) for node in fallback}):
         yield Finding(
             "error",
             f"available_node_types: spot workers with {kind} have no on-demand type to fall back on; "
             "add a type with the same resources and without a spot market",
         )
-    if len({each.machine for each in spot}) < 2:
+    if len({node.machine for node in spot}) < 2:
         yield Finding(
             "error",
             f"available_node_types: all spot workers are {spot[0].machine}, so the cloud can preempt all of them at once; add other "
             "machine types",
         )
     if provider == "aws":
-        for each in spot:
-            if each.max_price is None:
+        for node in spot:
+            if node.max_price is None:
                 yield Finding(
                     "warning",
-                    f"available_node_types.{each.name}: no maximum price is set, so a node can cost as much as on-demand; "
+                    f"available_node_types.{node.name}: no maximum price is set, so a node can cost as much as on-demand; "
                     "set InstanceMarketOptions.SpotOptions.MaxPrice",
                 )
 
@@ -124,27 +124,29 @@ LABELLED_FOR = {
 
 
 def _check_labels(types: Sequence[NodeType]) -> Iterator[Finding]:
-    for each in types:
-        wanted = {MARKET: SPOT if each.is_spot else ON_DEMAND, MACHINE: each.machine, TYPE: each.name}
+    for node in types:
+        wanted = {MARKET: SPOT if node.is_spot else ON_DEMAND, MACHINE: node.machine, TYPE: node.name}
         for label, value in wanted.items():
-            found = each.labels.get(label)
-            if found is None:
+            given = node.labels.get(label)
+            if given is None:
                 yield Finding(
                     "warning",
-                    f"available_node_types.{each.name}: the label {label} is missing, so {LABELLED_FOR[label]}; "
+                    f"available_node_types.{node.name}: the label {label} is missing, so {LABELLED_FOR[label]}; "
                     f"add labels: {{{label}: {value}}}",
                 )
-            elif found != value:
+            elif given != value:
                 yield Finding(
                     "error",
-                    f"available_node_types.{each.name}: the label {label} is {found}, but the nodes are {value}; correct one of them",
+                    f"available_node_types.{node.name}: the label {label} is {given}, but the nodes are {value}; correct one of them",
                 )
 
 
 def _check_identity(config: Mapping[str, Any], field: str) -> Iterator[Finding]:
     """Check the identities that the head and the workers use for requests to the cloud."""
     head_type = config.get("head_node_type")
-    nodes = {name: each.get("node_config", {}).get(field) for name, each in config["available_node_types"].items()}
+    nodes = {
+        name: node_type.get("node_config", {}).get(field) for name, node_type in config["available_node_types"].items()
+    }
     if head_type not in nodes:
         return  # Ray reports this itself
     head = nodes.pop(head_type)
@@ -153,7 +155,7 @@ def _check_identity(config: Mapping[str, Any], field: str) -> Iterator[Finding]:
             "warning",
             f"available_node_types.{head_type}: {field} is missing, so Ray creates one with nearly all permissions; set your own",
         )
-    elif same := [name for name, each in nodes.items() if each == head]:
+    elif same := [name for name, identity in nodes.items() if identity == head]:
         yield Finding(
             "warning",
             f"available_node_types.{same[0]}: {field} is the same as the head's, so every job can launch and terminate machines; give the "
@@ -163,8 +165,8 @@ def _check_identity(config: Mapping[str, Any], field: str) -> Iterator[Finding]:
 
 def _check_ports(config: Mapping[str, Any]) -> Iterator[Finding]:
     for rule in map(mapping_of, config["provider"].get("security_group", {}).get("IpPermissions", [])):
-        found = [mapping_of(each) for key in ("IpRanges", "Ipv6Ranges") for each in rule.get(key) or ()]
-        ranges = [each.get("CidrIp") or each.get("CidrIpv6") for each in found]
+        entries = [mapping_of(entry) for key in ("IpRanges", "Ipv6Ranges") for entry in rule.get(key) or ()]
+        ranges = [entry.get("CidrIp") or entry.get("CidrIpv6") for entry in entries]
         protocol, ports = str(rule.get("IpProtocol")), (rule.get("FromPort", 0), rule.get("ToPort", 65535))
         if protocol == "-1":
             ports = ALL_PORTS  # a rule for all protocols ignores its port range
@@ -177,10 +179,10 @@ def _check_ports(config: Mapping[str, Any]) -> Iterator[Finding]:
 
 def _is_wide(network: Any) -> bool:
     try:
-        found = ipaddress.ip_network(str(network), strict=False)
+        parsed = ipaddress.ip_network(str(network), strict=False)
     except ValueError:
         return False  # EC2 rejects this itself
-    return found.prefixlen < WIDE_BITS[found.version]
+    return parsed.prefixlen < WIDE_BITS[parsed.version]
 
 
 def _check_starting(config: Mapping[str, Any]) -> Iterator[Finding]:
@@ -218,18 +220,18 @@ def _check_secrets(config: Mapping[str, Any]) -> Iterator[Finding]:
 def _texts(value: Any) -> Iterator[str]:
     """Yield all strings in a value of the file. Entries of a mapping are yielded as NAME=VALUE."""
     if isinstance(value, Mapping):
-        for name, each in value.items():
-            yield from [f"{name}={each}"] if isinstance(each, str) else _texts(each)
+        for name, entry in value.items():
+            yield from [f"{name}={entry}"] if isinstance(entry, str) else _texts(entry)
     elif isinstance(value, list):
-        for each in value:
-            yield from _texts(each)
+        for item in value:
+            yield from _texts(item)
     elif isinstance(value, str):
         yield value
 
 
 def _check_metadata(config: Mapping[str, Any]) -> Iterator[Finding]:
-    for name, each in config["available_node_types"].items():
-        if mapping_of(each["node_config"].get("MetadataOptions")).get("HttpTokens") != "required":
+    for name, node_type in config["available_node_types"].items():
+        if mapping_of(node_type["node_config"].get("MetadataOptions")).get("HttpTokens") != "required":
             yield Finding(
                 "warning",
                 f"available_node_types.{name}: a program on the node that is tricked into fetching a URL can leak the node's credentials; "
@@ -243,7 +245,7 @@ def _short(command: str) -> str:
 
 def _check_notices(config: Mapping[str, Any], types: Sequence[NodeType]) -> Iterator[Finding]:
     commands = [command for key in WORKERS_COMMANDS for command in config.get(key, [])]
-    if any(each.is_spot for each in types) and not any(map(_starts_watcher, commands)):
+    if any(node.is_spot for node in types) and not any(map(_starts_watcher, commands)):
         yield Finding(
             "error",
             "worker_start_ray_commands do not start the spot watcher, so each preemption is a crash; start `undula spot watch`",
@@ -274,16 +276,16 @@ def _check_buckets(
     region = provider.get("region", "")
     for bucket in sorted(set(buckets)):
         try:
-            found = region_of(bucket)
+            actual = region_of(bucket)
         except SpecError as error:
             yield Finding(
                 "warning", f"s3://{bucket}: the region of the bucket is not known ({error}); check your access to it"
             )
             continue
-        if found != region:
+        if actual != region:
             yield Finding(
                 "error",
-                f"s3://{bucket} is in {found} but the cluster is in {region}, so all traffic between them costs money; use a bucket in "
+                f"s3://{bucket} is in {actual} but the cluster is in {region}, so all traffic between them costs money; use a bucket in "
                 f"{region}",
             )
 
@@ -295,7 +297,7 @@ def region_of(bucket: str) -> str:
         SpecError: The request failed, for example because access is denied.
     """
     try:
-        found = boto3.client("s3").head_bucket(Bucket=bucket)["ResponseMetadata"]["HTTPHeaders"]
+        headers = boto3.client("s3").head_bucket(Bucket=bucket)["ResponseMetadata"]["HTTPHeaders"]
     except (BotoCoreError, ClientError) as error:
         raise SpecError(" ".join(str(error).split())) from None
-    return str(found.get("x-amz-bucket-region", "us-east-1"))
+    return str(headers.get("x-amz-bucket-region", "us-east-1"))

@@ -109,17 +109,17 @@ def _token(facts: Facts) -> str:
 def _packages(facts: Facts) -> Iterator[tuple[str, dict[str, str], list[str]]]:
     """Yield each package with its version by node, and the nodes without it."""
     for package in dict.fromkeys(name for report in facts.reports.values() for name in report.versions):
-        found = {id: report.versions.get(package) for id, report in facts.reports.items()}
-        installed = {id: version for id, version in found.items() if version is not None}
+        versions = {id: report.versions.get(package) for id, report in facts.reports.items()}
+        installed = {id: version for id, version in versions.items() if version is not None}
         if installed or package not in MAY_BE_MISSING:
-            yield package, installed, [id for id in found if id not in installed]
+            yield package, installed, [id for id in versions if id not in installed]
 
 
 def _different_versions(facts: Facts) -> Problems:
     for package, versions, missing in _packages(facts):
         if _differ(facts, versions) or (missing and package not in MAY_BE_MISSING):
-            found = [*_by_value(versions), *([("none", missing)] if missing else [])]
-            where = "; ".join(f"{version} on {_names(facts, ids)}" for version, ids in found)
+            groups = [*_by_value(versions), *([("none", missing)] if missing else [])]
+            where = "; ".join(f"{version} on {_names(facts, ids)}" for version, ids in groups)
             yield "fail", f"{package} is {where}; install one version on all nodes (setup_commands of cluster.yaml)"
         elif missing:
             yield "warn", f"{package} is not installed on {_names(facts, missing)}; {MAY_BE_MISSING[package]}"
@@ -134,7 +134,9 @@ def _differ(facts: Facts, versions: Mapping[str, str]) -> bool:
 
 def _versions(facts: Facts) -> str:
     """Return the packages with their versions, if possible those of a worker node."""
-    first = {package: max(found, key=lambda id: facts.node(id).trains) for package, found, _ in _packages(facts)}
+    first = {
+        package: max(installed, key=lambda id: facts.node(id).trains) for package, installed, _ in _packages(facts)
+    }
     return ", ".join(f"{package} {facts.reports[id].versions[package]}" for package, id in first.items())
 
 
@@ -154,10 +156,12 @@ def _clocks(facts: Facts) -> str:
 
 
 def _closed_ports(facts: Facts) -> Problems:
-    for count, each in enumerate(facts.failed_connections[:NAMED], start=1):
+    for count, failed in enumerate(facts.failed_connections[:NAMED], start=1):
         more = len(facts.failed_connections) - NAMED if count == NAMED else 0
         rest = f", and {more} more pairs of nodes have the same problem" if more > 0 else ""
-        pair = f"{facts.node(each.source).name} cannot reach {facts.node(each.target).name} ({each.problem}){rest}"
+        pair = (
+            f"{facts.node(failed.source).name} cannot reach {facts.node(failed.target).name} ({failed.problem}){rest}"
+        )
         yield "fail", f"{pair}; {OPEN_PORTS}"
 
 
@@ -197,41 +201,39 @@ def _gpu_problems(facts: Facts) -> Problems:
 
 
 def _gpus(facts: Facts) -> str:
-    gpus = [gpu for found in facts.gpus.values() for gpu in found]
+    gpus = [gpu for on_node in facts.gpus.values() for gpu in on_node]
     if gpus:
         return f"{_count(gpus, 'GPU multiplies', 'GPUs multiply')} matrices correctly"
     return "the cluster has no GPUs" if facts.reports else ""
 
 
 def _failed_all_reduce(facts: Facts) -> Problems:
-    found = facts.all_reduce
-    if found and found.problems:
-        id, problem = next(iter(found.problems.items()))
-        group = (
-            f"an all-reduce of {len(found.nodes)} nodes with {found.backend} failed ({facts.node(id).name}: {problem})"
-        )
-        interface = "NCCL_SOCKET_IFNAME" if found.backend == "nccl" else "GLOO_SOCKET_IFNAME"
+    result = facts.all_reduce
+    if result and result.problems:
+        id, problem = next(iter(result.problems.items()))
+        group = f"an all-reduce of {len(result.nodes)} nodes with {result.backend} failed ({facts.node(id).name}: {problem})"
+        interface = "NCCL_SOCKET_IFNAME" if result.backend == "nccl" else "GLOO_SOCKET_IFNAME"
         yield "fail", f"{group}; {OPEN_PORTS}, and if they have several networks, set the interface in {interface}"
 
 
 def _all_reduce(facts: Facts) -> str:
-    found = facts.all_reduce
-    if found is None:
+    result = facts.all_reduce
+    if result is None:
         return ""
-    if len(found.nodes) < 2:
+    if len(result.nodes) < 2:
         return "the cluster has fewer than two worker nodes, so nothing was measured"
-    rate, latency_ms = found.bytes_per_s / 2**30, found.latency_s * 1e3
-    figures = f"{len(found.nodes)} nodes with {found.backend}: {rate:.2f} GiB/s, latency {latency_ms:.2f} ms"
-    return f"{figures}; gradients of 100 M parameters take {GRADIENT_BYTES / found.bytes_per_s:.2g} s"
+    rate, latency_ms = result.bytes_per_s / 2**30, result.latency_s * 1e3
+    figures = f"{len(result.nodes)} nodes with {result.backend}: {rate:.2f} GiB/s, latency {latency_ms:.2f} ms"
+    return f"{figures}; gradients of 100 M parameters take {GRADIENT_BYTES / result.bytes_per_s:.2g} s"
 
 
 def _unfit_storage(facts: Facts) -> Problems:
     is_local = "://" not in facts.runs
-    for problem, ids in _by_value({id: each.problem for id, each in facts.stored.items() if each.problem}):
+    for problem, ids in _by_value({id: stored.problem for id, stored in facts.stored.items() if stored.problem}):
         fix = "check the bucket's name, and the instance profile and AWS_ENDPOINT_URL of these nodes"
         fix = "set --runs to a folder that these nodes can create and write to" if is_local else fix
         yield "fail", f"{_names(facts, ids)}: {problem}; {fix}"
-    if apart := [id for id, each in facts.stored.items() if not each.problem and not each.sees_ours]:
+    if apart := [id for id, stored in facts.stored.items() if not stored.problem and not stored.sees_ours]:
         fix = "set the same AWS_ENDPOINT_URL on all nodes"
         fix = "set --runs to an s3:// URL or a folder that all nodes mount" if is_local else fix
         yield "fail", f"{_names(facts, apart)}: files that the head writes to {facts.runs} do not exist there; {fix}"
@@ -247,14 +249,14 @@ def _unfit_storage(facts: Facts) -> Problems:
 
 def _rates(facts: Facts) -> dict[str, tuple[float, float]]:
     """Return the rates of writing and reading in bytes per second, by node."""
-    found = {id: each for id, each in facts.stored.items() if each.bytes}
-    return {id: (each.bytes / each.write_s, each.bytes / each.read_s) for id, each in found.items()}
+    measured = {id: stored for id, stored in facts.stored.items() if stored.bytes}
+    return {id: (stored.bytes / stored.write_s, stored.bytes / stored.read_s) for id, stored in measured.items()}
 
 
 def _storage(facts: Facts) -> str:
     if not (rates := _rates(facts)):
         return ""
-    write, read = (min(each) for each in zip(*rates.values(), strict=True))
+    write, read = (min(column) for column in zip(*rates.values(), strict=True))
     slowest = f"with all nodes at once, the slowest writes {_rate(write)} and reads {_rate(read)}"
     return f"{_count(rates, 'node shares', 'nodes share')} {facts.runs}; {slowest}"
 
@@ -313,14 +315,14 @@ def _unreadable_notices(facts: Facts) -> Problems:
 
 def _notices(facts: Facts) -> str:
     readable = {id: report.notices.name for id, report in facts.reports.items() if report.notices.name}
-    found = [f"{_count(ids, 'node reads', 'nodes read')} {name}" for name, ids in _by_value(readable)]
+    parts = [f"{_count(ids, 'node reads', 'nodes read')} {name}" for name, ids in _by_value(readable)]
     pods = [id for id, report in facts.reports.items() if report.notices.in_pod]
-    found += (
+    parts += (
         [f"{_count(pods, 'pod', 'pods')}, where only a preStop hook with `undula spot leave` passes notices on"]
         if pods
         else []
     )
-    return ", ".join(found) or ("no cloud machines, so no notices to read" if facts.reports else "")
+    return ", ".join(parts) or ("no cloud machines, so no notices to read" if facts.reports else "")
 
 
 CHECKS: Mapping[str, Check] = {
@@ -348,10 +350,10 @@ def _names(facts: Facts, ids: Sequence[str]) -> str:
     return ", ".join(facts.node(id).name for id in ids[:NAMED]) + (f" and {more} more" if more > 0 else "")
 
 
-def _by_value(found: Mapping[str, str]) -> list[tuple[str, list[str]]]:
+def _by_value(values: Mapping[str, str]) -> list[tuple[str, list[str]]]:
     """Group nodes by value. The value with the fewest nodes comes first, because it is probably the wrong one."""
     ids: dict[str, list[str]] = {}
-    for id, value in found.items():
+    for id, value in values.items():
         ids.setdefault(value, []).append(id)
     return sorted(ids.items(), key=lambda item: len(item[1]))
 

@@ -112,7 +112,7 @@ def _connect(address: str) -> tuple[str, list[dict[str, Any]]]:
     package = str(Path(undula.__file__).parent)
     environment = None if _IN_JOB in os.environ else {"py_modules": [package]}
     try:
-        found = ray.init(address, runtime_env=environment, log_to_driver=False, logging_level=logging.ERROR)
+        context = ray.init(address, runtime_env=environment, log_to_driver=False, logging_level=logging.ERROR)
     except (OSError, RuntimeError, ValueError, RayError) as error:
         why = " ".join(str(error).split())[:300]
         if "AuthenticationError" in f"{type(error).__name__} {error.__cause__}":
@@ -126,7 +126,7 @@ def _connect(address: str) -> tuple[str, list[dict[str, Any]]]:
     nodes: Any = ray.nodes()  # type: ignore[no-untyped-call]
     free, workers = free_resources(), workers_on_nodes()
     more = {node["NodeID"]: {FREE: free.get(node["NodeID"], {}), WORKERS: workers[node["NodeID"]]} for node in nodes}
-    return str(found.dashboard_url or ""), [{**node, **more[node["NodeID"]]} for node in nodes if node["Alive"]]
+    return str(context.dashboard_url or ""), [{**node, **more[node["NodeID"]]} for node in nodes if node["Alive"]]
 
 
 class Budget:
@@ -194,7 +194,7 @@ class _Examination:
         statuses, _ = self._ask("ask_dashboard", where, QUESTION_LIMIT_S, "token")
         failed_connections = self._failed_connections()
         stored = self._storage()
-        healthy = [id for id, found in gpus.items() if not any(each.problem for each in found)]
+        healthy = [id for id, on_node in gpus.items() if not any(gpu.problem for gpu in on_node)]
         all_reduce = self._all_reduce([id for id in healthy if self._nodes[id].gpus])
         return Facts(
             self._runs,
@@ -228,11 +228,11 @@ class _Examination:
         Returns:
             The answers and the problems by node id; both are empty if no time is left for the check.
         """
-        to_ask = {id: each for id, each in arguments.items() if id not in self._unresponsive}
+        to_ask = {id: given for id, given in arguments.items() if id not in self._unresponsive}
         granted_s = self._budget.grant(check, limit_s) if to_ask else None
         if granted_s is None:
             return {}, {}
-        refs = {id: getattr(self._probes[id], method).remote(*each) for id, each in to_ask.items()}
+        refs = {id: getattr(self._probes[id], method).remote(*given) for id, given in to_ask.items()}
         ray.wait(list(refs.values()), num_returns=len(refs), timeout=granted_s)
         answers, problems = {}, {}
         for id, ref in refs.items():
@@ -251,7 +251,7 @@ class _Examination:
 
     def _clocks(self) -> dict[str, Clock]:
         self._log("comparing clocks ...")
-        found: dict[str, Clock] = {}
+        clocks: dict[str, Clock] = {}
         for id in self._nodes:
             for _ in range(CLOCK_TRIES):
                 asked = time.time()
@@ -261,8 +261,8 @@ class _Examination:
                 if id not in answers:
                     break
                 clock = Clock(answers[id] - (asked + answered) / 2, answered - asked)
-                found[id] = min(found.get(id, clock), clock, key=lambda each: each.round_trip_s)
-        return found
+                clocks[id] = min(clocks.get(id, clock), clock, key=lambda measured: measured.round_trip_s)
+        return clocks
 
     def _failed_connections(self) -> tuple[FailedConnection, ...]:
         self._log("connecting nodes to each other ...")
@@ -273,8 +273,8 @@ class _Examination:
         self._unresponsive.update(problems)
         return tuple(
             FailedConnection(id, peer, problem)
-            for id, found in answers.items()
-            for peer, problem in found.items()
+            for id, failed in answers.items()
+            for peer, problem in failed.items()
             if peer not in self._unresponsive  # that node is already reported
         )
 
@@ -292,9 +292,9 @@ class _Examination:
                 break
             arguments = {id: (folder, id, ours) for id in answering}
             answers, problems = self._ask("store", arguments, STORE_LIMIT_S, "storage")
-            apart = [id for id, each in answers.items() if each.problem is None and not each.sees_ours]
+            apart = [id for id, test in answers.items() if test.problem is None and not test.sees_ours]
             self._ask("clean", dict.fromkeys((first, *apart), (folder,)), QUESTION_LIMIT_S)
-            late = {id: Stored(problem=each) for id, each in problems.items() if id not in self._unresponsive}
+            late = {id: Stored(problem=problem) for id, problem in problems.items() if id not in self._unresponsive}
             return {**answers, **late}
         return {}
 

@@ -167,11 +167,11 @@ def _before_exec() -> None:
 
 def free_ports(count: int) -> list[int]:
     """Return ports on which no process listens now, and that the system does not take for outgoing connections."""
-    found: list[int] = []
+    ports: list[int] = []
     with ExitStack() as stack:
-        while len(found) < count:
-            each = stack.enter_context(socket.socket())
+        while len(ports) < count:
+            listener = stack.enter_context(socket.socket())
             with suppress(OSError):
-                each.bind(("", secrets.choice(PORTS)))
-                found.append(each.getsockname()[1])
-    return found
+                listener.bind(("", secrets.choice(PORTS)))
+                ports.append(listener.getsockname()[1])
+    return ports

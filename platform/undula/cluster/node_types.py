@@ -35,28 +35,28 @@ class NodeType:
 
 def node_types(config: Mapping[str, Any]) -> list[NodeType]:
     """Return the node types of a configuration."""
-    found = []
-    for name, each in config.get("available_node_types", {}).items():
-        node = each.get("node_config", {})
+    types = []
+    for name, entry in config.get("available_node_types", {}).items():
+        node = entry.get("node_config", {})
         market = mapping_of(node.get("InstanceMarketOptions"))
         scheduling = node.get("scheduling")
         scheduling = mapping_of(scheduling[0] if scheduling and isinstance(scheduling, list) else scheduling)
         is_head = name == config.get("head_node_type")
-        found.append(
+        types.append(
             NodeType(
                 name,
-                each.get("resources", {}),
+                entry.get("resources", {}),
                 node.get("InstanceType") or node.get("machineType") or "",
                 market.get("MarketType") == "spot"
                 or scheduling.get("preemptible") is True
                 or scheduling.get("provisioningModel") == "SPOT",
                 mapping_of(market.get("SpotOptions")).get("MaxPrice"),
                 is_head,
-                each.get("labels", {}),
-                each.get("max_workers", 0 if is_head else most_nodes(config)),
+                entry.get("labels", {}),
+                entry.get("max_workers", 0 if is_head else most_nodes(config)),
             )
         )
-    return found
+    return types
 
 
 def mapping_of(value: Any) -> Mapping[str, Any]:

@@ -85,11 +85,11 @@ class Aws:
         self._token: str | None = None
 
     def poll(self) -> Notice | None:
-        if found := self._read("spot/instance-action"):
-            action, when = _fields(found, "action", "time")
+        if body := self._read("spot/instance-action"):
+            action, when = _fields(body, "action", "time")
             return Notice(f"AWS will {action} this instance", _iso(when))
-        if self._with_rebalance and (found := self._read("events/recommendations/rebalance")):
-            (when,) = _fields(found, "noticeTime")
+        if self._with_rebalance and (body := self._read("events/recommendations/rebalance")):
+            (when,) = _fields(body, "noticeTime")
             return Notice(f"AWS has recommended at {when} to leave this instance", None)
         return None
 
@@ -257,44 +257,44 @@ def _text(url: str, headers: Mapping[str, str], method: str = "GET") -> str:
     status, body, _ = ask(url, headers, method=method)
     if status != 200:
         raise Unreadable(f"status {status} for {url.partition('?')[0]}")
-    found = body.decode(errors="replace").strip()
-    if not re.fullmatch(r"[\w.=+/-]+", found):
+    text = body.decode(errors="replace").strip()
+    if not re.fullmatch(r"[\w.=+/-]+", text):
         raise Unreadable(f"{body[:40]!r} for {url.partition('?')[0]}")
-    return found
+    return text
 
 
 def _parsed(body: bytes) -> dict[str, Any]:
     try:
-        found = json.loads(body)
+        parsed = json.loads(body)
     except (ValueError, RecursionError):
-        found = None
-    if not isinstance(found, dict):
+        parsed = None
+    if not isinstance(parsed, dict):
         raise Unreadable(f"{body[:40]!r} instead of a JSON object")
-    return found
+    return parsed
 
 
 def _fields(body: bytes, *names: str) -> tuple[Any, ...]:
-    found = _parsed(body)
-    if missing := [name for name in names if name not in found]:
+    fields = _parsed(body)
+    if missing := [name for name in names if name not in fields]:
         raise Unreadable(f"no {' and no '.join(missing)} in {body[:80]!r}")
-    return tuple(found[name] for name in names)
+    return tuple(fields[name] for name in names)
 
 
-def _listed(found: Any, of: type) -> list[Any]:
-    if not isinstance(found, list) or not all(isinstance(each, of) for each in found):
-        raise Unreadable(f"{str(found)[:80]!r} instead of a list")
-    return found
+def _listed(value: Any, of: type) -> list[Any]:
+    if not isinstance(value, list) or not all(isinstance(item, of) for item in value):
+        raise Unreadable(f"{str(value)[:80]!r} instead of a list")
+    return value
 
 
 def _deadline(seconds: Any, since: float = 0.0) -> float:
     """Return a valid deadline in seconds since the epoch; `seconds` counts from `since`."""
     try:
-        found = since + float(seconds)
+        deadline = since + float(seconds)
     except (TypeError, ValueError, OverflowError):
-        found = math.nan
-    if not 0 < found < LAST_S:
+        deadline = math.nan
+    if not 0 < deadline < LAST_S:
         raise Unreadable(f"{str(seconds)[:40]!r} instead of seconds")
-    return found
+    return deadline
 
 
 def _iso(when: Any) -> float:
@@ -308,7 +308,7 @@ def _http_date(when: Any) -> float | None:
 
 def _timestamp(read: Callable[[str], datetime], when: Any) -> float:
     try:
-        found = read(str(when))
-        return _deadline((found if found.tzinfo else found.replace(tzinfo=UTC)).timestamp())
+        parsed = read(str(when))
+        return _deadline((parsed if parsed.tzinfo else parsed.replace(tzinfo=UTC)).timestamp())
     except (ValueError, TypeError, OverflowError):
         raise Unreadable(f"{str(when)[:40]!r} instead of a time") from None

@@ -67,7 +67,7 @@ def parse_prices(text: str, file: str) -> tuple[PriceList, ...]:
         first, *others = error.errors(include_url=False)
         more = f" (and {len(others)} more)" if others else ""
         raise SpecError(f"{file}: {_sentence(first)}{more}") from None
-    return tuple(each.named(name) for name, each in lists.items())
+    return tuple(prices.named(name) for name, prices in lists.items())
 
 
 def _sentence(error: ErrorDetails) -> str:

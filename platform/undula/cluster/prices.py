@@ -60,20 +60,20 @@ def with_aws_history(prices: Prices, events: Sequence[Event]) -> Prices:
     notes = list(prices.notes)
     for region, machines in sorted(by_region.items()):
         try:
-            found = spot_history(region or None, machines, began, ended)
+            hourly = spot_history(region or None, machines, began, ended)
         except SpecError as error:
             notes.append(str(error))
             continue
-        seen |= found
-        for kind in sorted({str(each.type) for each in machines - found.keys()}):
+        seen |= hourly
+        for kind in sorted({str(machine.type) for machine in machines - hourly.keys()}):
             notes.append(f"AWS has no spot price of {kind} for the time of the run, so the price lists are used for it")
     return replace(prices, seen=seen, seen_title=AWS_TITLE, notes=tuple(notes))
 
 
 def _region(machine: Machine) -> str:
     """Return the region of a machine, or an empty string if its labels do not give one."""
-    found = re.match(r"[a-z]+(-gov)?-[a-z]+-\d+", machine.zone or "")  # us-west-2 in us-west-2a and us-west-2-lax-1a
-    return machine.region or (found[0] if found else "")
+    match = re.match(r"[a-z]+(-gov)?-[a-z]+-\d+", machine.zone or "")  # us-west-2 in us-west-2a and us-west-2-lax-1a
+    return machine.region or (match[0] if match else "")
 
 
 def spot_history(region: str | None, machines: Iterable[Machine], began: float, ended: float) -> dict[Machine, float]:
@@ -99,7 +99,9 @@ def spot_history(region: str | None, machines: Iterable[Machine], began: float, 
         config = Config(connect_timeout=_TIMEOUT_S, read_timeout=_TIMEOUT_S, retries={"total_max_attempts": 2})
         client = boto3.Session().client("ec2", region_name=region or os.environ.get("AWS_REGION"), config=config)
         pages = client.get_paginator("describe_spot_price_history").paginate(
-            InstanceTypes=sorted({str(each.type) for each in machines}), ProductDescriptions=["Linux/UNIX"], **times
+            InstanceTypes=sorted({str(machine.type) for machine in machines}),
+            ProductDescriptions=["Linux/UNIX"],
+            **times,
         )
         for row in (row for page in pages for row in page["SpotPriceHistory"]):
             change = (row["Timestamp"].timestamp(), float(row["SpotPrice"]))
@@ -110,16 +112,16 @@ def spot_history(region: str | None, machines: Iterable[Machine], began: float, 
             f"AWS's spot prices cannot be fetched ({why}), so the price lists are used: "
             "give credentials that allow ec2:DescribeSpotPriceHistory, and a region"
         ) from None
-    found = {}
+    hourly = {}
     for machine in machines:
         zones = [
-            mean_price(each, began, ended)
-            for (kind, zone), each in changes.items()
+            mean_price(history, began, ended)
+            for (kind, zone), history in changes.items()
             if kind == machine.type and machine.zone in (None, zone)
         ]
         if zones:
-            found[machine] = sum(zones) / len(zones)
-    return found
+            hourly[machine] = sum(zones) / len(zones)
+    return hourly
 
 
 def mean_price(changes: Sequence[tuple[float, float]], began: float, ended: float) -> float:

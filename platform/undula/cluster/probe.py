@@ -51,7 +51,7 @@ class Probe:
         """Test all GPUs of this node."""
         from undula.cluster.worker_check import try_gpus
 
-        return tuple(Gpu(*found) for found in try_gpus())
+        return tuple(Gpu(*result) for result in try_gpus())
 
     def clock(self) -> float:
         """Return this node's time in seconds since the epoch."""
@@ -138,19 +138,19 @@ def _version(package: str) -> str | None:
     builds of Horovod must not train together.
     """
     try:
-        found = distribution(package)
+        installed = distribution(package)
     except PackageNotFoundError:
         return None
-    build = OUR_BUILD.search(found.read_text("direct_url.json") or "")
-    return f"{found.version}+undula.{build[1]}" if build else found.version
+    build = OUR_BUILD.search(installed.read_text("direct_url.json") or "")
+    return f"{installed.version}+undula.{build[1]}" if build else installed.version
 
 
 def _existing(path: str) -> Path:
     """Return the path, or its nearest parent that exists."""
-    found = Path(path)
-    while not found.exists() and found != found.parent:
-        found = found.parent
-    return found
+    nearest = Path(path)
+    while not nearest.exists() and nearest != nearest.parent:
+        nearest = nearest.parent
+    return nearest
 
 
 def _file_system(path: str) -> FileSystem:

@@ -40,9 +40,9 @@ def watch(
         now, line = state, ""
         if pending is None or not _lies_ahead(pending):
             try:
-                found = source.poll()
-                pending = found if found and _is_new(found, accepted) else None
-                if found is None:
+                polled = source.poll()
+                pending = polled if polled and _is_new(polled, accepted) else None
+                if polled is None:
                     now, line = "watching", f"watching {source.name} for notices"
             except Unreadable as error:
                 pending, now, line = None, "unreadable", f"cannot read {source.name}: {error}; trying again"
@@ -89,8 +89,8 @@ def drain_here(notice: Notice, address: str, node: str | None) -> list[str]:
         nodes = [node] if node else list(head.ask("here"))
         if not nodes:
             raise ClusterError(f"no node of the cluster at {address} is on this machine")
-        for each in nodes:
-            head.drain(each, notice.deadline)
+        for id in nodes:
+            head.drain(id, notice.deadline)
         return nodes
     finally:
         head.close()
@@ -117,13 +117,13 @@ def leave(notice_s: float, address: str, node: str | None, log: Callable[[str], 
             while time.time() < deadline:
                 if not is_accepted:
                     nodes = [node] if node else list(head.ask("here"))
-                    for each in nodes:
-                        head.drain(each, deadline)
+                    for id in nodes:
+                        head.drain(id, deadline)
                     is_accepted = bool(nodes)
                     if not nodes:
                         problem, deadline = "none of its nodes is on this machine", 0.0
                         break
-                    log(f"Ray drains {', '.join(each[:8] for each in nodes)}")
+                    log(f"Ray drains {', '.join(id[:8] for id in nodes)}")
                 if not set(nodes) & set(head.ask("alive")):
                     return
                 answered = time.time()

@@ -27,20 +27,20 @@ def job_environment(env: Sequence[str], secrets: Sequence[str], files: Sequence[
     Raises:
         SpecError: A name is invalid, or a variable or a file does not exist. The message shows no value.
     """
-    found: dict[str, str] = {}
+    variables: dict[str, str] = {}
     for file in files:
-        found.update(_read(file))
+        variables.update(_read(file))
     for name in secrets:
         if name not in os.environ:
             raise SpecError(f"command line: --secret {name}: the environment has no such variable; export it first")
-        found[name] = os.environ[name]
-    for each in env:
-        name, equals, value = each.partition("=")
+        variables[name] = os.environ[name]
+    for variable in env:
+        name, equals, value = variable.partition("=")
         if not equals or not re.fullmatch(_NAME, name):
             fix = f"write NAME=VALUE, or --secret {name} to pass on a variable" if not equals else "write NAME=VALUE"
             raise SpecError(f"command line: --env {name}: {fix}")
-        found[name] = value
-    return found
+        variables[name] = value
+    return variables
 
 
 def _read(file: Path) -> Mapping[str, str]:
@@ -48,7 +48,7 @@ def _read(file: Path) -> Mapping[str, str]:
         lines = file.expanduser().read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise SpecError(f"command line: --secret-file {file} cannot be read: {type(error).__name__}") from error
-    found = {}
+    variables = {}
     for number, line in enumerate(lines, 1):
         if not line.strip() or line.lstrip().startswith("#"):
             continue
@@ -56,8 +56,8 @@ def _read(file: Path) -> Mapping[str, str]:
         if match is None:
             raise SpecError(f"{file}:{number}: the line is not NAME=VALUE")
         name, value = match.groups()
-        found[name] = value[1:-1] if len(value) > 1 and value[0] == value[-1] and value[0] in "\"'" else value
-    return found
+        variables[name] = value[1:-1] if len(value) > 1 and value[0] == value[-1] and value[0] in "\"'" else value
+    return variables
 
 
 def without_secrets(arguments: Sequence[str]) -> tuple[tuple[str, ...], dict[str, str]]:

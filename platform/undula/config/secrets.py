@@ -139,8 +139,8 @@ def _is_of_option(option: object, value: object) -> bool:
 
 @lru_cache(maxsize=256)
 def _digest(name: str, text: str) -> str:
-    found = hashlib.pbkdf2_hmac("sha256", text.encode(), f"undula {name}".encode(), ROUNDS, 6)
-    return f"(hidden, digest {found.hex()})"
+    digest = hashlib.pbkdf2_hmac("sha256", text.encode(), f"undula {name}".encode(), ROUNDS, 6)
+    return f"(hidden, digest {digest.hex()})"
 
 
 def _is_secret(path: _KeyPath, value: object) -> bool:
@@ -164,13 +164,15 @@ def _is_in_secret_section(path: _KeyPath, text: str) -> bool:
     for end in range(1, len(path)):
         for *before, last in _names(path[:end]):
             if last in ("key", "keys"):
-                found = _names_secret((*before, last), text) or _names_secret((*kinds, last), text)
+                is_secret = _names_secret((*before, last), text) or _names_secret((*kinds, last), text)
             elif last.endswith(("token", "tokens")):
                 special = filter(_SPECIAL_TOKENS.fullmatch, kinds)
-                found = _names_secret((*before, *special, last.removesuffix("s")), text) and not _COUNT.fullmatch(text)
+                is_secret = _names_secret((*before, *special, last.removesuffix("s")), text) and not _COUNT.fullmatch(
+                    text
+                )
             else:
-                found = _names_secret((*before, last), text)
-            if found:
+                is_secret = _names_secret((*before, last), text)
+            if is_secret:
                 return True
     return False
 

@@ -128,17 +128,17 @@ def _fix_of_other_file(file: Path, what: str) -> str:
 
 def _origins(node: yaml.MappingNode, file: Path, prefix: str) -> list[tuple[str, str]]:
     """Return (dotted key, "file:line") of each value in a mapping."""
-    found = []
+    origins = []
     given: set[str] = set()
     for key, value in node.value:
         path = f"{prefix}{key.value}"
         if path in given:
             raise SpecError(f"{file}:{key.start_mark.line + 1}: {path} is given twice; keep one")
         given.add(path)
-        found.append((path, f"{file}:{key.start_mark.line + 1}"))
+        origins.append((path, f"{file}:{key.start_mark.line + 1}"))
         if isinstance(value, yaml.MappingNode):
-            found += _origins(value, file, f"{path}.")
-    return found
+            origins += _origins(value, file, f"{path}.")
+    return origins
 
 
 def _apply_override(tree: dict[str, Any], origins: dict[str, str], override: str, origin: str) -> None:
@@ -238,7 +238,7 @@ def _dataclasses_in(annotation: Any) -> list[Any]:
     """Return the dataclasses in an annotation: `Layer | None` and `tuple[Layer, ...]` contain Layer."""
     if dataclasses.is_dataclass(annotation):
         return [annotation]
-    return [found for part in typing.get_args(annotation) for found in _dataclasses_in(part)]
+    return [dataclass for part in typing.get_args(annotation) for dataclass in _dataclasses_in(part)]
 
 
 def validated(owner: Any, tree: Any, path: tuple[str, ...], where: Where) -> Any:
@@ -264,8 +264,8 @@ def validated(owner: Any, tree: Any, path: tuple[str, ...], where: Where) -> Any
         return TypeAdapter(owner).validate_json(text, strict=True)
     except ValidationError as error:
         first, *rest = error.errors(include_url=False)
-        others = [each for each in rest if _keys(each) != _keys(first)]
-        alternatives = [each["msg"].removeprefix("Input should be ") for each in rest if each not in others]
+        others = [other for other in rest if _keys(other) != _keys(first)]
+        alternatives = [other["msg"].removeprefix("Input should be ") for other in rest if other not in others]
         more = f" (and {len(others)} more)" if others else ""
         raise SpecError(" or ".join([_sentence(first, path, where), *alternatives]) + more) from None
 

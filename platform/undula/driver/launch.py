@@ -55,11 +55,11 @@ def record_job(loaded: LoadedSpec, plan: Plan, store: Store, script_data: Script
     Returns:
         Parameters of the training for `launch`.
     """
-    spec, found, description = loaded.spec, job_record(store), _description(loaded, plan, script_data)
-    is_same = found.get("manifest_digest") == description["manifest_digest"] and not changed_key(
-        found.get("spec", {}), description["spec"]
+    spec, before, description = loaded.spec, job_record(store), _description(loaded, plan, script_data)
+    is_same = before.get("manifest_digest") == description["manifest_digest"] and not changed_key(
+        before.get("spec", {}), description["spec"]
     )
-    run, submission = identity(found if is_same else {}), token_hex(8)
+    run, submission = identity(before if is_same else {}), token_hex(8)
     store.write(JOB_FILE, json.dumps({**description, **run, "submission": submission}, indent=1).encode())
     return LaunchSpec(
         job=job_of(loaded, run["id"], submission, script_data),

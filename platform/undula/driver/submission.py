@@ -70,7 +70,7 @@ class Submission:
 
     def again(self) -> "Submission":
         """Return the submission that continues this one, which does not start over."""
-        return replace(self, arguments=tuple(each for each in self.arguments if each != FRESH))
+        return replace(self, arguments=tuple(argument for argument in self.arguments if argument != FRESH))
 
     @property
     def name(self) -> str:

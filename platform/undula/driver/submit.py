@@ -157,11 +157,11 @@ def jobs_by_run(api: JobApi) -> dict[str, list[JobDetails]]:
         jobs = api.list_jobs()
     except LOST as error:
         raise ClusterError(f"the cluster at {api.get_address()} cannot list its jobs: {_in_short(error)}") from error
-    found: dict[str, list[JobDetails]] = {}
+    by_run: dict[str, list[JobDetails]] = {}
     for job in sorted(jobs, key=lambda job: -(job.start_time or 0)):
         if run := (job.metadata or {}).get(RUN):
-            found.setdefault(run, []).append(job)
-    return found
+            by_run.setdefault(run, []).append(job)
+    return by_run
 
 
 def jobs_of(api: JobApi, run: str, runs: str | None = None) -> list[JobDetails]:
@@ -179,12 +179,12 @@ def jobs_of(api: JobApi, run: str, runs: str | None = None) -> list[JobDetails]:
     below = f"{(runs or default_runs()).rstrip('/')}/{run}"
     urls = {directory(place) for place in ([run] if not is_name else [below] if runs else [below, run])}
     jobs = jobs_by_run(api)
-    found = sorted(urls & jobs.keys())
-    if len(found) == 1:
-        return jobs[found[0]]
+    matching = sorted(urls & jobs.keys())
+    if len(matching) == 1:
+        return jobs[matching[0]]
     where = f"the cluster at {api.get_address()} has"
-    if found:
-        raise RunError(f"{where} jobs of {' and '.join(found)}; give one of these directories")
+    if matching:
+        raise RunError(f"{where} jobs of {' and '.join(matching)}; give one of these directories")
     if others := sorted(url for url in jobs if url.rpartition("/")[2] == run):
         raise RunError(
             f"{where} no job of {run} in {runs or default_runs()}, but of {' and '.join(others)}; give the directory of the run"

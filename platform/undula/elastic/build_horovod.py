@@ -104,8 +104,8 @@ def apply_patch(source: Path) -> None:
 
 def failure_reason(log: str) -> str:
     """Return the line of a failed build's log that gives the reason."""
-    found = next((match[0] for pattern in FAILURE_PATTERNS if (match := re.search(pattern, log))), "no reason given")
-    return " ".join(found.split())
+    reason = next((match[0] for pattern in FAILURE_PATTERNS if (match := re.search(pattern, log))), "no reason given")
+    return " ".join(reason.split())
 
 
 def _check_tools() -> None:

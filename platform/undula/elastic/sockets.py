@@ -16,14 +16,16 @@ OPEN_FILES = Path("/proc/self/fd")
 
 def listening_ports() -> frozenset[int]:
     """Return the TCP ports on which this process listens."""
-    return frozenset(each.getsockname()[1] for _, each in _stream_sockets() if _listens(each))
+    return frozenset(connection.getsockname()[1] for _, connection in _stream_sockets() if _listens(connection))
 
 
 def cut_connections(ports: frozenset[int]) -> None:
     """Shut down the connections that this process has accepted on these ports, so that threads that read from them raise."""
-    for _, each in _stream_sockets():
-        if each.getsockname()[1] in ports and not _listens(each):  # gloo ends the process when a listening socket fails
-            _cut(each)
+    for _, connection in _stream_sockets():
+        if connection.getsockname()[1] in ports and not _listens(
+            connection
+        ):  # gloo ends the process when a listening socket fails
+            _cut(connection)
 
 
 def open_sockets() -> frozenset[str]:
@@ -33,18 +35,18 @@ def open_sockets() -> frozenset[str]:
 
 def cut_sockets(names: frozenset[str]) -> None:
     """Shut down the connections of those sockets with these names that are still open."""
-    for name, each in _stream_sockets():
-        if name in names and not _listens(each):
-            _cut(each)
+    for name, connection in _stream_sockets():
+        if name in names and not _listens(connection):
+            _cut(connection)
 
 
-def _cut(each: socket.socket) -> None:
+def _cut(connection: socket.socket) -> None:
     with suppress(OSError):  # the connection has already ended
-        each.shutdown(socket.SHUT_RDWR)
+        connection.shutdown(socket.SHUT_RDWR)
 
 
-def _listens(each: socket.socket) -> bool:
-    return bool(each.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN))
+def _listens(connection: socket.socket) -> bool:
+    return bool(connection.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN))
 
 
 def _stream_sockets() -> Iterator[tuple[str, socket.socket]]:
@@ -52,6 +54,6 @@ def _stream_sockets() -> Iterator[tuple[str, socket.socket]]:
         with suppress(OSError):  # the file was closed in the meantime, or is not a socket
             if not (name := str(file.readlink())).startswith("socket:"):
                 continue
-            with socket.socket(fileno=os.dup(int(file.name))) as found:
-                if found.family in (socket.AF_INET, socket.AF_INET6) and found.type == socket.SOCK_STREAM:
-                    yield name, found
+            with socket.socket(fileno=os.dup(int(file.name))) as connection:
+                if connection.family in (socket.AF_INET, socket.AF_INET6) and connection.type == socket.SOCK_STREAM:
+                    yield name, connection

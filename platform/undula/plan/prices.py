@@ -86,5 +86,5 @@ class Prices:
         """Return the machine's price on a market, or None if no source has one."""
         if market == SPOT and machine in self.seen:
             return Quote(self.seen[machine], self.seen_title)
-        found = ((each.hourly(machine, market), each) for each in self.lists)
-        return next((Quote(hourly, each.title) for hourly, each in found if hourly is not None), None)
+        offers = ((prices.hourly(machine, market), prices) for prices in self.lists)
+        return next((Quote(hourly, prices.title) for hourly, prices in offers if hourly is not None), None)

@@ -209,8 +209,8 @@ def warning(name: RuleName, optimizer: Sequence[str]) -> str | None:
     """
     holds_for = RULES[name].holds_for
     # torch's AdamW derives from Adam, so the first class that any rule knows decides.
-    known = {each for rule in RULES.values() for each in rule.holds_for or ()}
-    kind = next((each for each in optimizer if each in known), optimizer[0])
+    known = {family for rule in RULES.values() for family in rule.holds_for or ()}
+    kind = next((family for family in optimizer if family in known), optimizer[0])
     if holds_for is None or kind in holds_for:
         return None
     others = [other for other, rule in RULES.items() if rule.holds_for and kind in rule.holds_for]

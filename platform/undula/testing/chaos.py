@@ -236,7 +236,7 @@ class Chaos:
         return [self._process(worker.get("node", ""), worker.get("pid")) for worker in workers]
 
     def _process(self, node: str, pid: int | None) -> psutil.Process | None:
-        return next((each for each in self._nodes.processes_of(node) if each.pid == pid), None)
+        return next((process for process in self._nodes.processes_of(node) if process.pid == pid), None)
 
 
 def replay(

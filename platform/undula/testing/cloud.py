@@ -120,11 +120,11 @@ class Cloud:
             AssertionError: The condition was not fulfilled within `limit_s` seconds.
         """
         deadline = time.monotonic() + limit_s
-        while not is_right(found := self.machines()):
+        while not is_right(machines := self.machines()):
             if time.monotonic() > deadline:
-                raise AssertionError(f"after {limit_s:g} s the machines are {found}")
+                raise AssertionError(f"after {limit_s:g} s the machines are {machines}")
             time.sleep(0.1)
-        return found
+        return machines
 
 
 @contextmanager
@@ -177,14 +177,14 @@ def _config(
 ) -> dict[str, Any]:
     workers = {
         name: {
-            "resources": {"CPU": each.cpus, "GPU": each.gpus},
-            "labels": {MARKET: each.market, MACHINE: each.machine, TYPE: name},
+            "resources": {"CPU": node_type.cpus, "GPU": node_type.gpus},
+            "labels": {MARKET: node_type.market, MACHINE: node_type.machine, TYPE: name},
             "min_workers": 0,
             "max_workers": max_workers,
-            "priority": each.priority,
-            "node_config": {"market": each.market},
+            "priority": node_type.priority,
+            "node_config": {"market": node_type.market},
         }
-        for name, each in types.items()
+        for name, node_type in types.items()
     }
     module = f"{LocalNodeProvider.__module__}.{LocalNodeProvider.__name__}"
     return {
@@ -305,7 +305,7 @@ class LocalNodeProvider(NodeProvider):
 
 def _running(folder: Path) -> list[tuple[CloudMachine, psutil.Process]]:
     """Return the machines that are running, each with its process."""
-    found = []
+    running = []
     for path in folder.glob(f"*/{PROCESS}"):
         with suppress(OSError, ValueError):
             identity = ProcessIdentity(**json.loads(path.read_text()))
@@ -313,5 +313,5 @@ def _running(folder: Path) -> list[tuple[CloudMachine, psutil.Process]]:
             process = find_process(identity)
             if process and is_alive(process):
                 machine = CloudMachine(description["node"], description["market"], description["began"])
-                found.append((machine, process))
-    return found
+                running.append((machine, process))
+    return running

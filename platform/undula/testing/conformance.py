@@ -228,9 +228,9 @@ def check_on_ranks(
         newest = find_commits(open_store(interrupted.run_url))[0][0]
         check_model(checked.examined.model, checked.loaded, newest)
         resubmitted = replace(interrupted, run_id=token_hex(8))  # other machines, whose memory has no snapshots
-        found = _last(run_group(resubmitted, _Group(2)))
+        resumed = _last(run_group(resubmitted, _Group(2)))
         for rank, (one, other) in enumerate(
-            zip(found, expected, strict=False)
+            zip(resumed, expected, strict=False)
         ):  # the uninterrupted run can have one rank
             if difference := first_difference(one, other):
                 raise ConformanceError(
@@ -309,23 +309,23 @@ def _group(train: Train, device: torch.device | None, job: Job, group: _Group) -
             rank.start()
         for _, sender in pipes:
             sender.close()
-        found = [_received(receiver) for receiver, _ in pipes]
+        states = [_received(receiver) for receiver, _ in pipes]
         for rank in ranks:
             rank.join(LIMIT_S)
             rank.kill()
             rank.join()
-        return found
+        return states
 
 
-def _last(found: list[Record | UndulaError | None]) -> list[Record]:
+def _last(results: list[Record | UndulaError | None]) -> list[Record]:
     """The states after the last step, by rank."""
     states: list[Record] = []
-    for each in found:
-        if isinstance(each, UndulaError):
-            raise each
-        if each is None:
+    for result in results:
+        if isinstance(result, UndulaError):
+            raise result
+        if result is None:
             raise ConformanceError("the run did not come to its end on ranks: the traceback of a rank is above")
-        states.append(each)
+        states.append(result)
     return states
 
 

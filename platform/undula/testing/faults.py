@@ -29,8 +29,8 @@ class Action(Enum):
 
     def sentence(self, target: int | str = "", deadline_s: float = 0.0) -> str:
         """Return the form of the action with a target and a deadline."""
-        found = {"R": str(target), "N": str(target), "S": f"{deadline_s:g}"}
-        return " ".join(found.get(word, word) for word in self.value.split())
+        values = {"R": str(target), "N": str(target), "S": f"{deadline_s:g}"}
+        return " ".join(values.get(word, word) for word in self.value.split())
 
     @property
     def pattern(self) -> str:

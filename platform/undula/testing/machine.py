@@ -55,7 +55,7 @@ def main() -> None:
 def _end_descendants() -> None:
     """Kill all descendants, also those that they start meanwhile. A second SIGTERM does not interrupt this."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    while alive := [each for each in descendants(psutil.Process()) if is_alive(each)]:
+    while alive := [process for process in descendants(psutil.Process()) if is_alive(process)]:
         for process in alive:
             send_signal(process, signal.SIGKILL)
         time.sleep(POLL_INTERVAL_S)

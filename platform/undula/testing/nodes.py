@@ -95,7 +95,7 @@ class Nodes:
     def leaving(self) -> list[str]:
         """Return the ids of the nodes that were drained, or that the head has lost, and that were not killed."""
         alive = set(self.alive())
-        return [each for each in self.nodes if each in self._drained or each in self._joined - alive]
+        return [node for node in self.nodes if node in self._drained or node in self._joined - alive]
 
     def alive(self) -> list[str]:
         """Return the ids of the nodes that the head considers alive, including its own."""
@@ -231,11 +231,11 @@ def nodes(
         **(node_env or {}),
     }
     with local_cluster(num_cpus=head_cpus, env=env, python=python) as cluster:
-        found = Nodes(cluster, settings)
+        started = Nodes(cluster, settings)
         try:
-            yield found
+            yield started
         finally:
-            found.close()
+            started.close()
 
 
 def _named(nodes: Collection[str]) -> str:

@@ -26,12 +26,12 @@ def record_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> Record:
     return record
 
 
-def first_difference(found: Record, expected: Record) -> str | None:
+def first_difference(actual: Record, expected: Record) -> str | None:
     """The first tensor or value in which two records differ, and how; None where they are equal bit for bit."""
-    for name in sorted(expected.keys() | found.keys()):
-        if name not in found or name not in expected:
+    for name in sorted(expected.keys() | actual.keys()):
+        if name not in actual or name not in expected:
             return f"{name} is {'missing' if name in expected else 'there only after an interruption'}"
-        (kind, bits), (expected_kind, expected_bits) = found[name], expected[name]
+        (kind, bits), (expected_kind, expected_bits) = actual[name], expected[name]
         if kind != expected_kind:
             return f"{name} is {kind}, and was {expected_kind}"
         if bits != expected_bits:

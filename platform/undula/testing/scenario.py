@@ -76,19 +76,19 @@ class Outcome:
 
     def lines(self) -> list[str]:
         """Return the lines to print on a terminal."""
-        found = [f"{'outage':>8}  {'at step':>7}  after"] if self.outages else []
-        found += [f"{each.seconds:6.2f} s  {each.step:7}  {'; '.join(each.faults)}" for each in self.outages]
+        lines = [f"{'outage':>8}  {'at step':>7}  after"] if self.outages else []
+        lines += [f"{outage.seconds:6.2f} s  {outage.step:7}  {'; '.join(outage.faults)}" for outage in self.outages]
         steps = f"{self.steps} steps" + (f" in {self.updates} updates" if self.updates != self.steps else "")
-        found.append(f"{len(self.done)} faults, {steps}, {self.steps_lost} of them lost and repeated")
-        if outages := [each.seconds for each in self.outages]:
-            found.append(f"outage: median {np.median(outages):.2f} s, longest {max(outages):.2f} s")
+        lines.append(f"{len(self.done)} faults, {steps}, {self.steps_lost} of them lost and repeated")
+        if outages := [outage.seconds for outage in self.outages]:
+            lines.append(f"outage: median {np.median(outages):.2f} s, longest {max(outages):.2f} s")
         if self.useful_rank_s is not None and self.oracle_rank_s and not self.problem:
             share = self.useful_rank_s / self.oracle_rank_s
-            found.append(
+            lines.append(
                 f"useful: {self.useful_rank_s:.0f} of the {self.oracle_rank_s:.0f} rank-seconds of an ideal job that resizes in no time "
                 f"({share:.3f})"
             )
-        return found
+        return lines
 
     def as_json(self) -> dict[str, Any]:
         """Return the outcome as a JSON object."""
@@ -129,8 +129,10 @@ def from_trace(
             "set fewer changes or raise workers.max"
         )
     trace = trace.window(changes, most) if changes else trace
-    found = trace.changes(speedup, most)
-    return Scenario((), found, len(trace.counts) * trace.gap_s / speedup, notice_s, no_notice_share, found[0][1])
+    node_counts = trace.changes(speedup, most)
+    return Scenario(
+        (), node_counts, len(trace.counts) * trace.gap_s / speedup, notice_s, no_notice_share, node_counts[0][1]
+    )
 
 
 def from_faults(path: Path, first_nodes: int, steps: int | None) -> Scenario:
@@ -204,8 +206,8 @@ def run_scenario(
             status = driver.process.poll()
         finally:
             driver.stop()
-    found = outcome(read_ledger(store), tuple(chaos.injected), scenario, began, low)
-    return replace(found, problem=_problem(status, chaos.pending, is_trace=bool(scenario.changes)))
+    result = outcome(read_ledger(store), tuple(chaos.injected), scenario, began, low)
+    return replace(result, problem=_problem(status, chaos.pending, is_trace=bool(scenario.changes)))
 
 
 def _problem(status: int | None, pending: Sequence[Fault], is_trace: bool) -> str | None:
@@ -222,27 +224,27 @@ def outcome(ledger: Ledger, done: tuple[InjectedFault, ...], scenario: Scenario,
     reported = [event.steps for event in events_of(ledger.events, LostEvent)]
     lost = max(len(ledger.replaced), sum(reported))  # the ledger can lose the rows of lost steps, but not the events
     steps = ledger.steps
-    found = Outcome(done, steps_done(steps), len(steps), lost, outages(times.tolist(), done))
+    result = Outcome(done, steps_done(steps), len(steps), lost, outages(times.tolist(), done))
     if not scenario.changes:
-        return found
+        return result
     within = (steps["time"].to_numpy() >= began) & (steps["time"].to_numpy() <= began + scenario.end_s)
     seconds = sum(steps[f"{name}_s"].to_numpy() for name in ("compute", "communication", "other"))
     useful = float((seconds * steps["world_size"].to_numpy())[within].sum())
-    return replace(found, useful_rank_s=useful, oracle_rank_s=oracle_rank_s(scenario.changes, scenario.end_s, low))
+    return replace(result, useful_rank_s=useful, oracle_rank_s=oracle_rank_s(scenario.changes, scenario.end_s, low))
 
 
 def outages(steps: Sequence[float], done: Sequence[InjectedFault]) -> tuple[Outage, ...]:
     """Return the outages after faults, in order, given the time of each step in seconds since the epoch."""
-    found: list[list[InjectedFault]] = []
-    for each in done:
-        if found and bisect(steps, each.time) == bisect(steps, found[-1][-1].time):
-            found[-1].append(each)
+    groups: list[list[InjectedFault]] = []
+    for fault in done:
+        if groups and bisect(steps, fault.time) == bisect(steps, groups[-1][-1].time):
+            groups[-1].append(fault)
         else:
-            found.append([each])
-    ends = [*(faults[0].time for faults in found[1:]), math.inf]
+            groups.append([fault])
+    ends = [*(faults[0].time for faults in groups[1:]), math.inf]
     return tuple(
-        Outage(tuple(each.fault for each in faults), faults[0].step, _longest_gap(steps, faults[0].time, end))
-        for faults, end in zip(found, ends, strict=False)
+        Outage(tuple(injected.fault for injected in faults), faults[0].step, _longest_gap(steps, faults[0].time, end))
+        for faults, end in zip(groups, ends, strict=False)
     )
 
 

@@ -149,13 +149,13 @@ class FleetManager:
 
     def _follow_policy(self, usable: Sequence[Node], ready: Mapping[str, int], now: float) -> None:
         on = {market: [node for node in usable if node.market == market] for market in (SPOT, ON_DEMAND)}
-        counts = {market: sum(ready.get(node.id, 0) for node in found) for market, found in on.items()}
+        counts = {market: sum(ready.get(node.id, 0) for node in nodes) for market, nodes in on.items()}
         wanted, event = self._decide(on, Fleet(counts[SPOT], counts[ON_DEMAND]), now)
         if wanted != self.wanted:
             self.wanted = wanted
             self.on_event(event)
         limits = {SPOT: max(wanted.spot, self.size - counts[ON_DEMAND]), ON_DEMAND: wanted.on_demand}
-        self._release({node for market, found in on.items() for node in _surplus(found, ready, limits[market])})
+        self._release({node for market, nodes in on.items() for node in _surplus(nodes, ready, limits[market])})
 
     def _decide(self, on: Mapping[str, list[Node]], ready: Fleet, now: float) -> tuple[Fleet, FleetEvent]:
         if self.spec.on_demand_floor:
@@ -236,27 +236,27 @@ class FleetManager:
 
     def _labels(self, used: Sequence[Node]) -> list[dict[str, str]]:
         """Return the labels for each wanted worker. Existing nodes keep their type; other nodes must have a type that was not refused."""
-        found: list[dict[str, str]] = []
+        labels: list[dict[str, str]] = []
         for market, count in self._counts().items():
             base = {MARKET: market} if market else {}
             if not self._refused:
-                found += [base] * count
+                labels += [base] * count
                 continue
             staying = [node for node in used if market in (None, node.market)]
             own = [{**base, TYPE: node.type} if node.type else base for node in staying for _ in range(node.slots)]
             other = {**base, TYPE: f"!in({','.join(sorted(self._refused))})"}
-            found += [*own[:count], *[other] * (count - len(own))]
-        return found
+            labels += [*own[:count], *[other] * (count - len(own))]
+        return labels
 
 
 def _surplus(nodes: list[Node], workers: Mapping[str, int], limit: int) -> list[str]:
     """Return the ids of the nodes that are not needed for `limit` workers. Nodes with more running workers are kept first."""
-    found, room = [], limit
+    surplus, room = [], limit
     for node in sorted(nodes, key=lambda node: (-workers.get(node.id, 0), node.id)):
         if room <= 0:
-            found.append(node.id)
+            surplus.append(node.id)
         room -= node.slots
-    return found
+    return surplus
 
 
 def _without_deadline(wanted: Fleet) -> tuple[Fleet, FleetEvent]:

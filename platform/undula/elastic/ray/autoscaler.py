@@ -30,7 +30,7 @@ class AutoscalerRequest:
         now = time.monotonic()
         if labels == self._sent and now - self._sent_at < REPEAT_S:
             return
-        if self._background(partial(self._request, dict(resources), [dict(each) for each in labels])):
+        if self._background(partial(self._request, dict(resources), [dict(selector) for selector in labels])):
             self._sent, self._sent_at = labels, now
 
     def _request(self, resources: dict[str, float], labels: list[dict[str, str]]) -> None:

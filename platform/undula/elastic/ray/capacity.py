@@ -85,8 +85,8 @@ class Refusals:
     def _ask(self) -> None:
         status = get_cluster_status(ray.get_runtime_context().gcs_address, timeout=STATUS_TIMEOUT_S)
         self.last = {
-            each.ray_node_type_name: (float(each.failed_ts_s or 0), " ".join((each.details or "").split()))
-            for each in sorted(status.failed_launches, key=lambda each: each.failed_ts_s or 0)
+            failure.ray_node_type_name: (float(failure.failed_ts_s or 0), " ".join((failure.details or "").split()))
+            for failure in sorted(status.failed_launches, key=lambda failure: failure.failed_ts_s or 0)
         }
 
 
@@ -97,15 +97,15 @@ WORKERS = ("ElasticWorker", "RayTrainWorker")
 def free_resources() -> Mapping[str, Mapping[str, float]]:
     """Return the resources of each node that no process has reserved, by node id."""
     state: Any = ray._private.state.state
-    found: Mapping[str, Mapping[str, float]] = state.available_resources_per_node()
-    return found
+    resources: Mapping[str, Mapping[str, float]] = state.available_resources_per_node()
+    return resources
 
 
 def workers_on_nodes() -> Counter[str]:
     """Return the number of workers of all jobs on each node, by node id."""
     state: Any = ray._private.state.state
     actors: Mapping[str, Mapping[str, Any]] = state.actor_table(None, None, "ALIVE")
-    return Counter(each["Address"]["NodeID"] for each in actors.values() if each["ActorClassName"] in WORKERS)
+    return Counter(actor["Address"]["NodeID"] for actor in actors.values() if actor["ActorClassName"] in WORKERS)
 
 
 def alive_nodes(per_worker: Mapping[str, float]) -> dict[str, Node]:

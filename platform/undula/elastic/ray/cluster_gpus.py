@@ -28,7 +28,9 @@ def offers_gpus() -> bool:
 def starts_gpus(config: Config | None) -> bool:
     """Return whether an autoscaler with this configuration can start nodes with GPUs. None is a cluster without an autoscaler."""
     types = (config or {}).get("available_node_types", {}).values()
-    return any(each.get("resources", {}).get("GPU", 0) > 0 and each.get("max_workers") != 0 for each in types)
+    return any(
+        node_type.get("resources", {}).get("GPU", 0) > 0 and node_type.get("max_workers") != 0 for node_type in types
+    )
 
 
 def autoscaling_config(session: str) -> Config | None:
@@ -47,18 +49,18 @@ def autoscaling_config(session: str) -> Config | None:
         file = options.get("--autoscaling-config")
         if file and Path(options.get("--logs-dir", "")).parent.name == session:
             with suppress(OSError, yaml.YAMLError):
-                found: Config = yaml.safe_load(Path(file).expanduser().read_text())
-                return found
+                config: Config = yaml.safe_load(Path(file).expanduser().read_text())
+                return config
     return None
 
 
 def _config_in_kubernetes(cluster: str, namespace: str) -> Config | None:
     """Return the configuration that KubeRay's autoscaler derives from the RayCluster; None if this pod may not read the RayCluster."""
     try:
-        found = KubernetesHttpApiClient(namespace).get(f"rayclusters/{cluster}")
+        resource = KubernetesHttpApiClient(namespace).get(f"rayclusters/{cluster}")
     except (OSError, requests.RequestException):
         return None
-    config: Config = _derive_autoscaling_config_from_ray_cr(found)
+    config: Config = _derive_autoscaling_config_from_ray_cr(resource)
     return config
 
 

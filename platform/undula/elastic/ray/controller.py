@@ -108,8 +108,8 @@ class ElasticController(TrainController):
 
     async def stored_replicas(self, rank: int, world_size: int) -> list[tuple[bytes, np.ndarray[Any, Any]]]:
         """Return the share of the replicas that one of `world_size` ranks fetches. Together, the ranks fetch all replicas."""
-        found = self._pool.replicas.share(rank, world_size)
-        return [(snapshot.as_bytes(), np.frombuffer(snapshot.load_bytes(), np.uint8)) for snapshot in found]
+        snapshots = self._pool.replicas.share(rank, world_size)
+        return [(snapshot.as_bytes(), np.frombuffer(snapshot.load_bytes(), np.uint8)) for snapshot in snapshots]
 
     async def _poll_workers(self) -> WorkerGroupPollStatus:
         await self._pause()
@@ -119,7 +119,7 @@ class ElasticController(TrainController):
         while lacks_cause(status.errors, len(status.worker_statuses)) and time.monotonic() < deadline:
             await asyncio.sleep(FAST_POLL_S)
             status = self._worker_group.poll_status(timeout=POLL_TIMEOUT_S)
-        ranks = [each.progress for each in elastic_statuses(status) if each.progress]
+        ranks = [rank_status.progress for rank_status in elastic_statuses(status) if rank_status.progress]
         self._retries.has_stepped |= any(rank.longest_step_s > 0 for rank in ranks)
         return status
 

@@ -106,8 +106,12 @@ class ControllerEvents(ControllerCallback, WorkerGroupCallback):
             if isinstance(event, WaitingEvent):
                 known = machines(self._nodes(), self._needs)
                 places: list[WorkerPlace] = [
-                    {"node": each.node, "pid": each.metadata.pid if each.metadata else None, **known.get(each.node, {})}
-                    for each in ready()
+                    {
+                        "node": worker.node,
+                        "pid": worker.metadata.pid if worker.metadata else None,
+                        **known.get(worker.node, {}),
+                    }
+                    for worker in ready()
                 ]
                 event = replace(event, workers=tuple(places), job=self._job)
             self._sink(event)
@@ -118,8 +122,14 @@ class ControllerEvents(ControllerCallback, WorkerGroupCallback):
         known = machines(self._nodes(), self._needs)
         members = [worker.metadata for worker in worker_group.get_workers()]
         places: list[WorkerPlace] = [
-            {"rank": rank, "node": each.node_id, "ip": each.node_ip, "pid": each.pid, **known.get(each.node_id, {})}
-            for rank, each in enumerate(members)
+            {
+                "rank": rank,
+                "node": member.node_id,
+                "ip": member.node_ip,
+                "pid": member.pid,
+                **known.get(member.node_id, {}),
+            }
+            for rank, member in enumerate(members)
         ]
         self._sink(GroupEvent(tuple(places), self._job))
 

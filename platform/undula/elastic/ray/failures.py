@@ -128,7 +128,9 @@ def is_bug(error: BaseException) -> bool:
         return True
     # If a worker died, the exceptions of the others may be consequences of its death.
     has_died = any(kept_traceback(failure) is None for failure in failures)
-    return not has_died and any(isinstance(each, BUGS) and not isinstance(each, StorageError) for each in failures)
+    return not has_died and any(
+        isinstance(failure, BUGS) and not isinstance(failure, StorageError) for failure in failures
+    )
 
 
 def summary(error: BaseException) -> str:

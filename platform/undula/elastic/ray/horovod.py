@@ -92,9 +92,9 @@ def places(hosts: Sequence[str]) -> list[dict[str, str]]:
     host among them.
     """
     local_ranks = [hosts[:rank].count(host) for rank, host in enumerate(hosts)]
-    found = []
+    variables = []
     for rank, (host, local_rank) in enumerate(zip(hosts, local_ranks, strict=True)):
-        peers = [each for each, local in zip(hosts, local_ranks, strict=True) if local == local_rank]
+        peers = [peer for peer, local in zip(hosts, local_ranks, strict=True) if local == local_rank]
         place = {
             "RANK": rank,
             "SIZE": len(hosts),
@@ -104,15 +104,15 @@ def places(hosts: Sequence[str]) -> list[dict[str, str]]:
             "CROSS_SIZE": len(peers),
             "HOSTNAME": host,
         }
-        found.append({f"HOROVOD_{name}": str(value) for name, value in place.items()})
-    return found
+        variables.append({f"HOROVOD_{name}": str(value) for name, value in place.items()})
+    return variables
 
 
 def use_variables(by_rank: Sequence[dict[str, str]], nics: Sequence[str] | None) -> None:
     """Set the environment variables of each rank for the next group. This function runs in each worker before its train function."""
     global _variables
     interface = interface_of(node_address(), nics, psutil.net_if_addrs())
-    _variables = [{**each, "HOROVOD_GLOO_IFACE": interface} for each in by_rank]
+    _variables = [{**variables, "HOROVOD_GLOO_IFACE": interface} for variables in by_rank]
     if nics:
         os.environ["NCCL_SOCKET_IFNAME"] = ",".join(nics)
 
@@ -123,12 +123,12 @@ def interface_of(address: str, nics: Sequence[str] | None, here: dict[str, Any])
     Raises:
         ClusterError: This node has no such interface.
     """
-    found = [name for name in nics or () if name in here]
-    found += [name for name, all_of in here.items() if not nics and address in [each.address for each in all_of]]
-    if not found:
+    names = [name for name in nics or () if name in here]
+    names += [name for name, all_of in here.items() if not nics and address in [own.address for own in all_of]]
+    if not names:
         missing = f"none of {', '.join(nics)}" if nics else f"no network interface with the address {address}"
         raise ClusterError(f"this node has {missing}; set horovod.nics to one of {', '.join(sorted(here))}")
-    return found[0]
+    return names[0]
 
 
 class InHorovodGroup(InProcessGroup):

@@ -136,8 +136,10 @@ class WorkerPool:
         If no worker on a staying node has trained, the worker must first export its state to the replica store. If the export fails, the
         result is True, because nothing is left to wait for.
         """
-        staying = (each for each in self.workers.values() if each.node in self.nodes and each.node not in self.notices)
-        if not worker.has_trained or any(each.has_trained for each in staying):
+        staying = (
+            other for other in self.workers.values() if other.node in self.nodes and other.node not in self.notices
+        )
+        if not worker.has_trained or any(other.has_trained for other in staying):
             return True
         if worker.export is None:
             if self.is_exporting:  # the head has little memory, so only one worker exports at a time
@@ -165,8 +167,8 @@ class WorkerPool:
     def ready(self) -> list[PooledWorker]:
         """Return the workers that can join a group. Workers that have trained come first, because they hold the state."""
         known = (worker for worker in self.workers.values() if worker.metadata and worker.leaving is None)
-        found = [worker for worker in known if worker.node not in self.notices]
-        return sorted(found, key=lambda worker: (not worker.has_trained, worker.started))
+        ready = [worker for worker in known if worker.node not in self.notices]
+        return sorted(ready, key=lambda worker: (not worker.has_trained, worker.started))
 
     @property
     def newest_notice(self) -> float:
@@ -211,7 +213,7 @@ class WorkerPool:
         Returns:
             Whether any worker was still in the group.
         """
-        members = [self.workers[each] for each in silent_s if each in self.workers and self.workers[each].in_group]
+        members = [self.workers[id] for id in silent_s if id in self.workers and self.workers[id].in_group]
         timeouts_s = {worker.id: max(PING_TIMEOUT_S - silent_s[worker.id], MIN_PING_TIMEOUT_S) for worker in members}
         responsive = _responding_in_time({worker.actor.ping.remote(): worker for worker in members}, timeouts_s)
         for worker in members:
@@ -325,20 +327,20 @@ def _that_see(gone: WorkerMetadata, others: Iterable[PooledWorker]) -> list[Pool
     workers are asked to kill it, because one of them can be suspended, too.
     """
     namespace = gone.process.namespace
-    return [each for each in others if each.metadata and namespace and each.metadata.process.namespace == namespace]
+    return [other for other in others if other.metadata and namespace and other.metadata.process.namespace == namespace]
 
 
 def _responding_in_time(answers: dict[Any, PooledWorker], timeouts_s: Mapping[str, float]) -> list[PooledWorker]:
     """Return the workers that answer. The wait ends when the time limits of all workers that have not answered are over."""
-    began, found = time.monotonic(), []
+    began, responding = time.monotonic(), []
     while answers:
         left = max(timeouts_s[worker.id] for worker in answers.values()) - (time.monotonic() - began)
         done, _ = ray.wait(list(answers), num_returns=1, timeout=max(left, 0))
         if not done:
             break
         worker = answers.pop(done[0])
-        found += [worker] if _is_accepted(done[0]) else []
-    return found
+        responding += [worker] if _is_accepted(done[0]) else []
+    return responding
 
 
 def _accepted(answers: Mapping[Any, PooledWorker], timeout_s: float) -> list[PooledWorker]:

@@ -339,4 +339,4 @@ def _is_more_urgent(decision: Decision, leaving: Decision) -> TypeGuard[Resize |
 def elastic_statuses(status: WorkerGroupPollStatus) -> list[ElasticStatus]:
     """Return the status of each rank. The status of a rank that has not answered has no progress."""
     statuses = status.worker_statuses.values()
-    return [each if isinstance(each, ElasticStatus) else ElasticStatus(**vars(each)) for each in statuses]
+    return [status if isinstance(status, ElasticStatus) else ElasticStatus(**vars(status)) for status in statuses]

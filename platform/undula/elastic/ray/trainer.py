@@ -82,7 +82,11 @@ class ElasticTrainer(DataParallelTrainer):
 
     def _initialize_and_run_controller(self, **controller_arguments: Any) -> Result:
         """Run Undula's controller in place of Ray's, without the callbacks that it does not need."""
-        kept = [each for each in controller_arguments["callbacks"] if not isinstance(each, self._unneeded_callbacks())]
+        kept = [
+            callback
+            for callback in controller_arguments["callbacks"]
+            if not isinstance(callback, self._unneeded_callbacks())
+        ]
         controller_arguments["callbacks"] = kept
         controller_arguments["failure_policy"] = RetryUnlessBug(cast(FailureConfig, self.run_config.failure_config))
         del controller_arguments["scaling_policy"]  # the controller creates its own
