@@ -35,7 +35,8 @@ class TrackedStep:
     time: float
     """Time of the commit in seconds since the epoch."""
     values: Mapping[str, float]
-    """Values by name, such as `loss/train`. They may be NaN or infinite."""
+    """Values by name, such as `loss/train`. They may be NaN or infinite. Steps have different names: a step has the means of a validation
+    only if it was validated, and what a script logs only if it did."""
 
 
 class Tracker(Protocol):
@@ -81,6 +82,8 @@ class LibraryTracker(Tracker, Protocol):
 
     def check(self) -> None:
         """Check that the tracker has what it needs, such as an extra of the package and credentials. Its server may be out of reach.
+
+        The driver calls this before it records the run, and `undula run` may call it before it starts a local cluster.
 
         Raises:
             SpecError: Something is missing. If a setting is the reason, the message begins with its key.

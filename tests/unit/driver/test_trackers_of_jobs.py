@@ -23,6 +23,7 @@ from undula.state.events import CheckpointEvent, CrashEvent, Event, StartEvent, 
 from undula.state.ledger import EventWriter, read_ledger
 from undula.storage import Store
 from undula.study.load import load_study
+from undula.telemetry.registry import SETTINGS
 from undula.train.run import Run
 
 SECRET = "planted-secret-4711"
@@ -82,7 +83,7 @@ def test_a_key_of_a_tracker_has_its_own_origin(tmp_path: Path, monkeypatch: pyte
 def test_unknown_keys_and_wrong_values_are_refused_by_name(tmp_path: Path) -> None:
     job(tmp_path)
     for override, words in (
-        ("trackers.neptune={}", "unknown key trackers.neptune: known keys: mlflow, wandb"),
+        ("trackers.neptune={}", f"unknown key trackers.neptune: known keys: {', '.join(sorted(SETTINGS))}"),
         ("trackers.mlflow.url=x", "unknown key trackers.mlflow.url: did you mean uri?"),
         ("trackers.mlflow.uri=ftp://host", "trackers.mlflow.uri is"),
         ("trackers.wandb.folder=here", "trackers.wandb.folder is"),
