@@ -43,11 +43,6 @@ class Layout:
         return self.rank
 
     @property
-    def leads_cell(self) -> bool:
-        """Whether this rank represents its cell in sums over samples, so that each sample counts once."""
-        return True
-
-    @property
     def is_first(self) -> bool:
         """Whether this is the rank that writes the ledger, and whose values the other ranks take over where all must be equal."""
         return self.rank == 0

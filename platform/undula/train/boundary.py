@@ -77,19 +77,16 @@ class StepBoundary:
         layout, guard = self._setup.layout, self._model.guard
         scalars = [norm, overflows, *guard.moved, *measured.losses]
         grad_norm, has_overflowed, moved, moved_within, *losses = read_scalars(scalars)
-        if (
-            moved or moved_within
-        ) and self._saver.snapshots:  # the last one may have been taken while parameters changed
-            self._saver.snapshots.discard()
+        if self._saver.snapshots and (moved or moved_within):
+            self._saver.snapshots.discard()  # the last one may have been taken while parameters changed
         guard.check_moved(bool(moved), bool(moved_within))
         wants = self._wants()
         phases.enter(REDUCE)
-        local = measured.local(losses, layout.leads_cell)
+        local = measured.local(losses)
         local.wants, local.overflows = wants, bool(has_overflowed)
         local.seconds["blocked_s"], self._blocked_s = self._blocked_s, 0.0
-        if layout.leads_cell:
-            local.small_squares = self._model.small_squares(samples)
-            local.micro_batches = len(local.small_squares)
+        local.small_squares = self._model.small_squares(samples)
+        local.micro_batches = len(local.small_squares)
         if layout.is_first:
             local.grad_norm = grad_norm
             local.stored_steps = self._attempt.telemetry.stored_steps if self._attempt.telemetry else 0

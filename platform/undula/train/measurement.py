@@ -121,12 +121,11 @@ class StepMeasurement:
         """Losses of the micro-batches, as scalars on the device."""
         return [loss for loss, _ in self._losses]
 
-    def local(self, losses: Sequence[float], leads_cell: bool) -> LocalStep:
+    def local(self, losses: Sequence[float]) -> LocalStep:
         """Return the measurements, for the reduction over the ranks. This waits for the device.
 
         Args:
             losses: Values of `losses`.
-            leads_cell: Whether this rank's samples count.
         """
         step = LocalStep(logged=self._logged)
         step.seconds["data_s"] = self._data_s
@@ -134,7 +133,6 @@ class StepMeasurement:
             step.seconds[name] += end.seconds_since(begin)
         known_s = sum(step.seconds[name] for name in PARTS)
         step.seconds["other_s"] = max(time.perf_counter() - self._began - known_s, 0.0)
-        if leads_cell:
-            step.sample_digest = multiset_digest(np.concatenate(self._ids)) if self._ids else 0
-            step.losses = [loss * samples for loss, (_, samples) in zip(losses, self._losses, strict=True)]
+        step.sample_digest = multiset_digest(np.concatenate(self._ids)) if self._ids else 0
+        step.losses = [loss * samples for loss, (_, samples) in zip(losses, self._losses, strict=True)]
         return step

@@ -89,11 +89,8 @@ class Step:
         return self._batches.load(self._work)
 
     def total(self, value: float) -> float:
-        """Return the sum of a value over all ranks, which is exact for integers. All ranks call this.
-
-        Ranks that share the micro-batches of a sharded model count once.
-        """
-        vector = torch.tensor([value if self._layout.leads_cell else 0.0], dtype=torch.float64, device="cpu")
+        """Return the sum of a value over all ranks, which is exact for integers. All ranks call this."""
+        vector = torch.tensor([value], dtype=torch.float64, device="cpu")
         self._phases.enter(REDUCE)
         dist.all_reduce(vector, group=self._layout.control)
         return float(vector)
@@ -109,7 +106,7 @@ class Step:
         model, phase = self._model, SHARDED_COMPUTE if self._model.engine.capabilities.equal_rounds else COMPUTE
         for place, micro_batch in enumerate(self._work):
             placed = self._batches.take()
-            self._measured.add_batch(placed, counts=micro_batch.samples > 0 and self._layout.leads_cell)
+            self._measured.add_batch(placed, counts=micro_batch.samples > 0)
             if place:
                 model.guard.end_batch(is_last=False)
             self.micro_batch, self.is_last = micro_batch, place == len(self._work) - 1

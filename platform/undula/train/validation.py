@@ -85,11 +85,11 @@ class Validation:
 
     def rehearse(self) -> None:
         """Call the function with arbitrary samples, once with each size of a batch."""
-        stream = self._samples.validation()
+        reader = self._samples.validation()
         with self._evaluating():
             for size in sorted(self._plan.sizes(), reverse=True):
-                self._run(stream.any_rows(size or 2).batch)
-        stream.close()
+                self._run(reader.any_rows(size or 2).batch)
+        reader.close()
 
     @contextmanager
     def _evaluating(self) -> Iterator[None]:
@@ -99,34 +99,34 @@ class Validation:
 
     def _sums_in_eval_mode(self, can_end_early: bool) -> Sums | None:
         virtual_workers = self._layout.virtual_workers(self._job.plan.virtual_workers)
-        stream = self._samples.validation()
+        reader = self._samples.validation()
         steps = range(self._plan.total_steps)
         sums: dict[str, list[float]] = {}
         batches = samples = 0
         try:
-            for each in self._plan.work(steps, virtual_workers):
+            for micro_batch in self._plan.work(steps, virtual_workers):
                 if can_end_early and self._is_asked_to_leave():
                     return None
                 self._worker.enter(DATA)
-                batch = stream.take(each.virtual_worker, each.samples).batch
-                seed_validation(self._job.plan.seed, each.step, each.virtual_worker, each.number)
+                batch = reader.take(micro_batch.virtual_worker, micro_batch.samples).batch
+                seed_validation(self._job.plan.seed, micro_batch.step, micro_batch.virtual_worker, micro_batch.number)
                 means = self._checked(self._run(batch))
                 if batches and means.keys() != sums.keys():
                     raise UsageError(
                         f"the validation function returned {sorted(means)} after {sorted(sums)}; return the same names for every batch"
                     )
                 for name, mean in means.items():
-                    sums.setdefault(name, []).append(mean * each.samples)
-                batches, samples = batches + 1, samples + each.samples
+                    sums.setdefault(name, []).append(mean * micro_batch.samples)
+                batches, samples = batches + 1, samples + micro_batch.samples
             for _ in range(self._rounds - batches):
                 if can_end_early and self._is_asked_to_leave():
                     return None
                 self._worker.enter(DATA)
-                self._run(stream.any_rows(1).batch)
+                self._run(reader.any_rows(1).batch)
         finally:
-            stream.close()
+            reader.close()
             self._model.baseline.put_back_buffers()
-        return (sums, samples) if self._layout.leads_cell else ({}, 0)
+        return sums, samples
 
     def _is_asked_to_leave(self) -> bool:
         """Return whether the controller has asked to leave soon. Ranks whose forward passes wait for each other decide together."""
