@@ -122,7 +122,7 @@ FEATURES: dict[str, Feature] = {
     "rule adascale": Feature(settings=ruled("adascale")),
     "rule surge": Feature(settings=ruled("surge")),
     "bf16": Feature(settings={"precision": PrecisionSpec("bf16")}),
-    "bf16, deterministic": Feature(settings={**DETERMINISTIC, "precision": PrecisionSpec("bf16")}),
+    "bf16, deterministic": Feature(Loop(Blocks, adamw), {**DETERMINISTIC, "precision": PrecisionSpec("bf16")}),
     "fp16": Feature(Loop(two_layers, adamw, overflowing), FP16, OVERFLOWING),
     "fp16, sharded": Feature(Loop(partial(two_layers, True), adamw, overflowing), FP16, OVERFLOWING, like="fp16"),
     "activations=all": blocks("all", like=None),
@@ -137,7 +137,7 @@ FEATURES: dict[str, Feature] = {
     "schedulers in sequence": Feature(
         Loop(schedule=lambda of: SequentialLR(of, [LambdaLR(of, lambda k: k / 2), StepLR(of, 1)], milestones=[2]))
     ),
-    "mean over tokens": Feature(on_tokens, DETERMINISTIC, SHORT),
+    "mean over tokens": Feature(on_tokens, DETERMINISTIC, {"global_batch": 48, "epochs": 8}),
     "random numbers": Feature(Loop(loss=with_random_numbers, between=lambda: float(drawn())), DETERMINISTIC),
     "named means": Feature(Loop(validate=named_means), DETERMINISTIC, {"micro_batch": 2, "global_batch": 20, "epochs": 3}),
     "short last step": Feature(plan={"global_batch": 20, "epochs": 3}),
