@@ -137,7 +137,7 @@ FEATURES: dict[str, Feature] = {
     "schedulers in sequence": Feature(
         Loop(schedule=lambda of: SequentialLR(of, [LambdaLR(of, lambda k: k / 2), StepLR(of, 1)], milestones=[2]))
     ),
-    "mean over tokens": Feature(on_tokens, DETERMINISTIC, {"global_batch": 48, "epochs": 8}),
+    "mean over tokens": Feature(on_tokens, DETERMINISTIC, SHORT),
     "random numbers": Feature(Loop(loss=with_random_numbers, between=lambda: float(drawn())), DETERMINISTIC),
     "named means": Feature(Loop(validate=named_means), DETERMINISTIC, {"micro_batch": 2, "global_batch": 20, "epochs": 3}),
     "short last step": Feature(plan={"global_batch": 20, "epochs": 3}),
