@@ -122,7 +122,7 @@ FEATURES: dict[str, Feature] = {
     "rule adascale": Feature(settings=ruled("adascale")),
     "rule surge": Feature(settings=ruled("surge")),
     "bf16": Feature(settings={"precision": PrecisionSpec("bf16")}),
-    "bf16, deterministic": Feature(settings={**DETERMINISTIC, "precision": PrecisionSpec("bf16")}),
+    "bf16, deterministic": Feature(Loop(Blocks, adamw), {**DETERMINISTIC, "precision": PrecisionSpec("bf16")}),
     "fp16": Feature(Loop(two_layers, adamw, overflowing), FP16, OVERFLOWING),
     "fp16, sharded": Feature(Loop(partial(two_layers, True), adamw, overflowing), FP16, OVERFLOWING, like="fp16"),
     "activations=all": blocks("all", like=None),

@@ -1,6 +1,6 @@
 """Job over a few numbers, for tests of the training loop without Ray."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from secrets import token_hex
@@ -8,12 +8,14 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pytest
 import torch
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 from undula.data.prepare.write import write_shards
 from undula.data.spec import DataSpec, ValidationSpec
+from undula.errors import UsageError
 from undula.parallel.engines.select import MakeEngine
 from undula.parallel.layout import join_layout
 from undula.parallel.spec import GradientSpec
@@ -26,6 +28,8 @@ from undula.train.job import Job
 from undula.train.run import Run
 from undula.train.session import GroupSession
 from undula.train.setup import RunSetup
+from undula.train.single_process import local_world
+from undula.train.step import Step
 
 CPU = torch.device("cpu")
 
@@ -85,3 +89,35 @@ def leave_after_next(steps: Iterator[Any], worker: WorkerState) -> None:
         next(steps)
         next(steps)
     worker.request = Request()
+
+
+def begin(run: Run, module: nn.Module | None = None) -> Any:
+    """Give a run a model, by default of one layer, and an optimizer; return the model."""
+    model = run.model(nn.Linear(1, 1) if module is None else module)
+    run.optimizer(torch.optim.SGD(model.parameters(), lr=run.base_lr))
+    return model
+
+
+def run_batches(step: Step, model: nn.Module) -> None:
+    """Run the forward and backward passes of a step."""
+    for batch in step.batches():
+        step.backward(model(batch["x"][:, None] / 48).square().mean())
+
+
+def trained(run: Run, module: nn.Module | None = None) -> Iterator[Step]:
+    """Train, and yield each step after its update."""
+    model = begin(run, module)
+    for step in run.steps():
+        run_batches(step, model)
+        step.update()
+        yield step
+
+
+def refusal(job: Job, act: Callable[[Run], object]) -> str:
+    """Return the message with which a run on one rank refuses what a script does."""
+    with local_world(CPU):
+        run = cpu_run(job)
+        with pytest.raises(UsageError) as caught:
+            act(run)
+        run.free()
+    return str(caught.value)

@@ -7,9 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from numbers_job import cpu_run, numbers_job
+from numbers_job import cpu_run, numbers_job, trained
 from ranks import on_ranks
-from torch import nn
 
 from undula.state.events import WarningEvent
 from undula.state.ledger import events_of, read_ledger
@@ -26,12 +25,8 @@ def warnings_of(job: Job) -> list[str]:
 def _train(rank: int, world_size: int, job: Job, variables: tuple[dict[str, str], ...], steps: int) -> None:
     os.environ |= variables[rank]
     run = cpu_run(job, rank, world_size)
-    model = run.model(nn.Linear(1, 1))
-    run.optimizer(torch.optim.SGD(model.parameters(), lr=run.base_lr))
-    for _, step in zip(range(steps), run.steps(), strict=False):
-        for batch in step.batches():
-            step.backward(model(batch["x"][:, None] / 48).square().mean())
-        step.update()
+    for _ in zip(range(steps), trained(run), strict=False):
+        pass
 
 
 def settings() -> Iterator[pytest.param]:

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from numbers_job import cpu_run, network, numbers_job
+from numbers_job import begin, cpu_run, network, numbers_job, run_batches
 from torch import Tensor, nn
 
 from undula.data.spec import ValidationSpec
@@ -406,13 +406,11 @@ def test_a_run_that_changes_parameters_before_its_batches_keeps_no_snapshot_of_t
     job = replace(job, checkpoint=CheckpointSpec(every_steps=1000, snapshot_every_steps=1))
     with local_world(torch.device("cpu")), suppress(Exception):
         run = cpu_run(job)
-        model = run.model(network())
-        run.optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+        model = begin(run, network())
         for step in run.steps():
             if step.index == 2:
                 model[0].weight.data.mul_(0.5)  # type: ignore[union-attr,operator]
-            for batch in step.batches():
-                step.backward(model(batch["x"][:, None] / 48).square().mean())
+            run_batches(step, model)
             step.update()
     found = find_snapshots(folder_of(job.run_url, job.run_id), run._session.setup.plan_digest)
     run.free()

@@ -11,10 +11,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 import torch.distributed as dist
-from numbers_job import cpu_run, leave_after_next, numbers_job
-from torch import nn
+from numbers_job import cpu_run, leave_after_next, numbers_job, trained
 
 from undula.recovery.progress import HAND_OVER
 from undula.recovery.worker_state import LeaveGroup, Request, WorkerState
@@ -77,12 +75,7 @@ def job(tmp_path: Path) -> Job:
 def steps_of(job: Job, worker: WorkerState) -> Iterator[tuple[Run, int]]:
     """Train, and yield the number of committed steps at the end of each."""
     run = cpu_run(job, worker=worker)
-    model = run.model(nn.Linear(1, 1))
-    run.optimizer(torch.optim.SGD(model.parameters(), lr=run.base_lr))
-    for step in run.steps():
-        for batch in step.batches():
-            step.backward(model(batch["x"][:, None] / 48).square().mean())
-        step.update()
+    for step in trained(run):
         yield run, step.index + 1
 
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
-from numbers_job import numbers_job
+from numbers_job import numbers_job, run_batches
 from ranks import forks
 from torch import nn
 from waiting import wait_until
@@ -34,8 +34,7 @@ def train_with_full_disk(job: Job) -> None:
                 wait_until(lambda of=checkpoints: of.saving_step is None or of.has_finished_here)
             limit = LIMIT if step.index in FULL else resource.RLIM_INFINITY
             resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
-            for batch in step.batches():
-                step.backward(model(batch["x"][:, None] / 48).square().mean())
+            run_batches(step, model)
             step.update()
 
     torch.set_num_threads(1)

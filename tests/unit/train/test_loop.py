@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from numbers_job import cpu_run, numbers_job, write_numbers
+from numbers_job import begin, cpu_run, numbers_job, run_batches, write_numbers
 from torch import nn
 
 from undula.data.spec import ValidationSpec
@@ -38,8 +38,7 @@ def job(tmp_path: Path) -> Job:
 
 def steps_of(job: Job, worker: WorkerState | None = None) -> Iterator[tuple[Run, nn.Module, Step]]:
     run = cpu_run(job, worker=worker)
-    model = run.model(nn.Linear(1, 1))
-    run.optimizer(torch.optim.SGD(model.parameters(), lr=run.base_lr))
+    model = begin(run)
     for step in run.steps():
         yield run, model, step
 
@@ -57,8 +56,7 @@ def test_a_validation_uses_every_sample_once(tmp_path: Path, last_step: str) -> 
     """Training data may leave out or repeat samples of the last step of an epoch, which has 8 of 20 samples here."""
     job = numbers_job(tmp_path, global_batch=20, last_step=last_step, max_steps=1)
     run = cpu_run(replace(job, data=replace(job.data, validation=job.data.train)))
-    model = run.model(nn.Linear(1, 1))
-    run.optimizer(torch.optim.SGD(model.parameters(), lr=run.base_lr))
+    model = begin(run)
     validated: list[float] = []
 
     def loss(batch):
@@ -67,8 +65,7 @@ def test_a_validation_uses_every_sample_once(tmp_path: Path, last_step: str) -> 
 
     for step in run.steps(validate=loss):
         assert sorted(validated) == list(range(48))
-        for batch in step.batches():
-            step.backward(model(batch["x"][:, None]).mean())
+        run_batches(step, model)
         step.update()
     assert sorted(validated) == sorted(2 * list(range(48)))
 
@@ -94,7 +91,7 @@ def test_a_step_that_does_not_use_all_its_batches_is_refused(job: Job) -> None:
     steps = steps_of(job)
     _, model, step = next(steps)
     for batch in step.batches():
-        step.backward(model(batch["x"][:, None]).mean())
+        step.backward(model(batch["x"][:, None] / 48).square().mean())
         break
     with pytest.raises(UsageError, match=r"before the loop over step\.batches\(\)"):
         step.update()
@@ -104,8 +101,7 @@ def test_a_step_that_does_not_use_all_its_batches_is_refused(job: Job) -> None:
 def test_the_batches_of_a_step_can_be_used_once(job: Job) -> None:
     steps = steps_of(job)
     _, model, step = next(steps)
-    for batch in step.batches():
-        step.backward(model(batch["x"][:, None]).mean())
+    run_batches(step, model)
     with pytest.raises(UsageError, match="called twice"):
         next(step.batches())
     steps.close()
@@ -119,8 +115,7 @@ def test_a_validation_that_a_lost_group_owed_is_made_up_for(job: Job, ledger: st
 
     def train_group() -> None:
         run, done = cpu_run(job, worker=worker), 0
-        model = run.model(nn.Linear(1, 1))
-        run.optimizer(torch.optim.SGD(model.parameters(), lr=run.base_lr))
+        model = begin(run)
 
         def loss(batch):
             is_validation = not torch.is_grad_enabled()
@@ -151,8 +146,7 @@ def test_a_validation_that_a_lost_group_owed_is_made_up_for(job: Job, ledger: st
 def test_a_step_is_committed_once(job: Job) -> None:
     steps = steps_of(job)
     _, model, step = next(steps)
-    for batch in step.batches():
-        step.backward(model(batch["x"][:, None]).mean())
+    run_batches(step, model)
     step.update()
     with pytest.raises(UsageError, match=r"step\.update\(\) was called twice in step 0"):
         step.update()
@@ -183,11 +177,9 @@ def test_a_loss_is_a_tensor_with_one_element(job: Job, wrong: Callable[[torch.Te
 
 def test_a_validation_function_without_data_is_a_warning(job: Job) -> None:
     run = cpu_run(job)
-    model = run.model(nn.Linear(1, 1))
-    run.optimizer(torch.optim.SGD(model.parameters(), lr=run.base_lr))
+    model = begin(run)
     for step in run.steps(validate=lambda batch: model(batch["x"][:, None]).mean()):
-        for batch in step.batches():
-            step.backward(model(batch["x"][:, None]).mean())
+        run_batches(step, model)
         step.update()
     (warning,) = events_of(read_ledger(Store(job.run_url)).events, WarningEvent)
     assert warning.message.startswith(
@@ -199,8 +191,7 @@ def test_a_run_has_one_optimizer_and_a_model_without_wrapper(job: Job) -> None:
     run = cpu_run(job)
     with pytest.raises(UsageError, match="pass the module that it wraps"):
         run.model(nn.parallel.DistributedDataParallel(nn.Linear(1, 1)))
-    model = run.model(nn.Linear(1, 1))
-    run.optimizer(torch.optim.SGD(model.parameters(), lr=run.base_lr))
+    model = begin(run)
     with pytest.raises(UsageError, match="use one optimizer with several parameter groups"):
         run.optimizer(torch.optim.SGD(model.parameters(), lr=run.base_lr))
 
@@ -228,12 +219,10 @@ def test_a_group_that_fails_before_its_attempt_begins_leaves_the_state_under_its
     def handed_over(until: int) -> None:
         worker.join_group()
         run = cpu_run(job, worker=worker)
-        model = run.model(nn.Linear(1, 1))
-        run.optimizer(torch.optim.SGD(model.parameters(), lr=run.base_lr))
+        model = begin(run)
         try:
             for step in run.steps():
-                for batch in step.batches():
-                    step.backward(model(batch["x"][:, None]).mean())
+                run_batches(step, model)
                 worker.request = Request(leaves=step.index == until)
                 step.update()
         except (LeaveGroup, StorageError):
@@ -258,8 +247,7 @@ def test_a_finished_run_holds_no_model(job: Job) -> None:
     worker = WorkerState()
     steps = steps_of(job, worker)
     run, model, step = next(steps)
-    for batch in step.batches():
-        step.backward(model(batch["x"][:, None]).mean())
+    run_batches(step, model)
     step.update()
     run, model, step = next(steps)
     steps.close()
@@ -293,8 +281,7 @@ def test_a_run_ends_at_its_next_checkpoint_if_a_newer_attempt_has_begun(job: Job
 
     def train_older(num_steps: int) -> None:
         for _, (_, model, step) in zip(range(num_steps), older, strict=False):
-            for batch in step.batches():
-                step.backward(model(batch["x"][:, None] / 48).square().mean())
+            run_batches(step, model)
             step.update()
 
     train_older(3)  # the checkpoint of step 2 is written from the start of the third step on
@@ -324,8 +311,7 @@ def test_a_group_of_an_older_submission_does_not_start(job: Job) -> None:
 def test_a_run_does_not_continue_with_other_data(job: Job, tmp_path: Path) -> None:
     steps = steps_of(job)
     for (_, model, step), _ in zip(steps, range(3), strict=False):
-        for batch in step.batches():
-            step.backward(model(batch["x"][:, None]).mean())
+        run_batches(step, model)
         step.update()
     steps.close()
     write_numbers(tmp_path, 60)

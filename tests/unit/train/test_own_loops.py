@@ -8,11 +8,10 @@ from typing import Any
 import pytest
 import torch
 from feature_scripts import on_tokens, tokens_of
-from numbers_job import cpu_run, network, numbers_job
+from numbers_job import begin, cpu_run, network, numbers_job, refusal, run_batches
 from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau
 
 from undula.data.spec import ValidationSpec
-from undula.errors import UsageError
 from undula.plan.schedule import ScheduleSpec
 from undula.recovery.worker_state import LeaveGroup, Request, WorkerState
 from undula.state.events import EndEvent, ValidationEvent
@@ -56,8 +55,7 @@ def with_scheduler(make: Callable[[torch.optim.Optimizer], Any]) -> Callable[[Ru
         optimizer = torch.optim.SGD(model.parameters(), lr=run.base_lr, momentum=0.9)
         run.optimizer(optimizer, make(optimizer))
         for step in run.steps():
-            for batch in step.batches():
-                step.backward(model(batch["x"][:, None] / 48).square().mean())
+            run_batches(step, model)
             step.update()
 
     return train
@@ -116,8 +114,7 @@ class Interrupted:
             self.done.append(count)
             count += 1
 
-        model = run.model(network())
-        run.optimizer(torch.optim.SGD(model.parameters(), lr=run.base_lr))
+        model = begin(run, network())
         run.state("count", lambda: count, restore)
         for step in run.steps():
             if unfinished:
@@ -125,8 +122,7 @@ class Interrupted:
                 unfinished = False
             assert count == step.index
             self.worker.request = Request(leaves=step.index == leaves_after)
-            for batch in step.batches():
-                step.backward(model(batch["x"][:, None] / 48).square().mean())
+            run_batches(step, model)
             step.update()
             work()
 
@@ -145,11 +141,9 @@ def test_a_script_can_validate_by_itself_and_end_the_run(tmp_path: Path) -> None
     job = replace(numbers_job(tmp_path), validation=ValidationSpec(every_steps=1))
     with local_world(torch.device("cpu")):
         run = cpu_run(job)
-        model = run.model(network())
-        run.optimizer(torch.optim.SGD(model.parameters(), lr=run.base_lr))
+        model = begin(run, network())
         for step in run.steps():
-            for batch in step.batches():
-                step.backward(model(batch["x"][:, None] / 48).square().mean())
+            run_batches(step, model)
             step.update()
             run.alive()
             run.validated({"loss": 2.0 - step.index, "accuracy": 0.5}, samples=7)
@@ -194,19 +188,9 @@ def test_what_a_script_does_to_a_tensor_later_changes_no_record_of_it(tmp_path: 
     assert [event.loss for event in events] == [1.0] * 4
 
 
-def refusal(job: Job, act: Callable[[Run], object]) -> str:
-    with local_world(torch.device("cpu")):
-        run = cpu_run(job)
-        with pytest.raises(UsageError) as caught:
-            act(run)
-        run.free()
-    return str(caught.value)
-
-
 def in_first_step(act: Callable[[Step, Any], object]) -> Callable[[Run], None]:
     def train(run: Run) -> None:
-        model = run.model(network())
-        run.optimizer(torch.optim.SGD(model.parameters(), lr=run.base_lr))
+        model = begin(run, network())
         for step in run.steps():
             act(step, model)
 
@@ -224,8 +208,7 @@ def test_wrong_calls_are_refused(tmp_path: Path) -> None:
         step.reduce()
 
     def reduces_twice(step: Step, model: Any) -> None:
-        for batch in step.batches():
-            step.backward(model(batch["x"][:, None]).square().mean())
+        run_batches(step, model)
         step.reduce()
         step.reduce()
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from numbers_job import cpu_run, numbers_job
+from numbers_job import begin, cpu_run, numbers_job, run_batches
 from torch import Tensor, nn
 
 from undula.data.spec import ValidationSpec
@@ -41,8 +41,7 @@ def counts_as_hung(view: ProgressView, seconds: float = 60.0, *others: ProgressV
 
 def trained(run: Run, seen: Callable[[Step, str], None]) -> Iterator[Step]:
     """Train, call `seen` in the forward pass and during the backward pass of each micro-batch, and yield each step after its update."""
-    model = run.model(nn.Linear(1, 1))
-    run.optimizer(torch.optim.SGD(model.parameters(), lr=run.base_lr))
+    model = begin(run)
     for step in run.steps():
         for batch in step.batches():
             seen(step, "forward")
@@ -91,8 +90,7 @@ def test_an_optimizer_that_takes_long_now_and_then_is_not_taken_for_a_hang(tmp_p
     run.optimizer(Refreshing(model.parameters(), lr=run.base_lr))
     waiting: list[ProgressView] = []
     for step in run.steps():
-        for batch in step.batches():
-            step.backward(model(batch["x"][:, None] / 48).square().mean())
+        run_batches(step, model)
         step.reduce()
         waiting.append(worker.progress.view())
         step.update()
@@ -151,8 +149,7 @@ def test_a_rank_that_has_validated_waits_for_the_others(tmp_path: Path, monkeypa
 
     monkeypatch.setattr(validation, "exact_means", watched)
     run = cpu_run(job, worker=worker)
-    model = run.model(nn.Linear(1, 1))
-    run.optimizer(torch.optim.SGD(model.parameters(), lr=run.base_lr))
+    model = begin(run)
 
     def loss(batch: dict[str, Tensor]) -> Tensor:
         if not torch.is_grad_enabled():

@@ -18,7 +18,7 @@ from features import SCALE_INTERVAL
 from horovod_ranks import on_horovod_ranks
 from hypothesis import given
 from hypothesis import strategies as st
-from numbers_job import cpu_run, numbers_job
+from numbers_job import cpu_run, numbers_job, run_batches
 from ranks import on_ranks
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
@@ -267,8 +267,7 @@ def _adapted(rank: int, world_size: int, job: Job, is_sharded: bool) -> list[lis
     assert isinstance(model, Adapted)
     run.optimizer(torch.optim.SGD(model.parameters(), lr=1e-4))
     for step in run.steps():
-        for batch in step.batches():
-            step.backward(model(batch["x"][:, None] / 48).square().mean())
+        run_batches(step, model)
         step.update()
     whole = [getattr(each, "full_tensor", lambda each=each: each)() for each in model.parameters()]
     return [each.flatten().tolist() for each in whole]

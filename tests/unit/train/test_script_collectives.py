@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
-from numbers_job import cpu_run, network, numbers_job
+from numbers_job import begin, cpu_run, network, numbers_job, run_batches
 from ranks import on_ranks
 from torch import Tensor, nn
 
@@ -79,8 +79,7 @@ def _meets(rank: int, world_size: int, job: Job, habit: str, first: int) -> tupl
     try:
         for step in run.steps():
             index = model.step = step.index  # type: ignore[assignment]
-            for batch in step.batches():
-                step.backward(model(batch["x"][:, None] / 48).square().mean())
+            run_batches(step, model)
             step.update()
     except UsageError as error:
         return index, str(error)
@@ -113,8 +112,7 @@ def test_a_collective_in_a_batch_is_refused_on_every_rank_before_any_of_them_wai
 
 def _meets_outside(rank: int, world_size: int, job: Job) -> list[float]:
     run = cpu_run(job, rank, world_size)
-    model = run.model(network())
-    run.optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    model = begin(run, network())
     sums = []
     for step in run.steps():
         ranks = torch.ones(())
@@ -138,8 +136,7 @@ def test_collectives_around_the_batches_of_a_step_are_the_scripts_own(tmp_path: 
 def _logs(rank: int, world_size: int, job: Job) -> str:
     """Return the message for a script that sums each batch's loss over the ranks."""
     run = cpu_run(job, rank, world_size)
-    model = run.model(network())
-    run.optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    model = begin(run, network())
 
     def train() -> None:
         for step in run.steps():
@@ -164,8 +161,7 @@ def test_a_loss_that_is_summed_over_ranks_after_each_batch_is_refused(tmp_path: 
 def _validates(rank: int, world_size: int, job: Job) -> str:
     """Return the message for a validation function that averages over the ranks."""
     run = cpu_run(job, rank, world_size)
-    model = run.model(network())
-    run.optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    model = begin(run, network())
 
     def validate(batch: dict[str, Tensor]) -> Tensor:
         loss = model(batch["x"][:, None] / 48).square().mean()
@@ -174,8 +170,7 @@ def _validates(rank: int, world_size: int, job: Job) -> str:
 
     def train() -> None:
         for step in run.steps(validate):
-            for batch in step.batches():
-                step.backward(model(batch["x"][:, None] / 48).square().mean())
+            run_batches(step, model)
             step.update()
 
     with pytest.raises(UsageError) as caught:

@@ -1,7 +1,6 @@
 """Tests of runs on a dataset of the script: the same bits with and without loader processes and at any world size, and what is refused."""
 
 import multiprocessing
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -12,13 +11,12 @@ import pytest
 import torch
 from drawn_data import ROWS, Drawn, DrawnAtOnce, drawn_job
 from feature_scripts import on_drawn
-from numbers_job import cpu_run, numbers_job
+from numbers_job import cpu_run, numbers_job, refusal
 from ranks import on_ranks
 from torch import nn
 
 from undula.data.planned import PlannedSamples
 from undula.data.script.indexed import IndexedData, ScriptData
-from undula.errors import UsageError
 from undula.plan.keys import multiset_digest
 from undula.plan.plan import Plan
 from undula.recovery.worker_state import LeaveGroup, Request, WorkerState
@@ -96,15 +94,6 @@ def test_a_run_resumes_exactly_after_every_step(tmp_path: Path) -> None:
     file = tmp_path / "job.yaml"
     file.write_text("{name: drawn, plan: {global_batch: 12, micro_batch: 2}, config: {num_workers: 0}}")
     conformance.check(on_drawn, file, "plan.max_steps=3")
-
-
-def refusal(job: Job, act: Callable[[Run], object]) -> str:
-    with local_world(torch.device("cpu")):
-        run = cpu_run(job)
-        with pytest.raises(UsageError) as caught:
-            act(run)
-        run.free()
-    return str(caught.value)
 
 
 def test_calls_in_another_order_are_refused(tmp_path: Path) -> None:

@@ -1,22 +1,17 @@
 """Tests of the extension points: an accumulator of gradients and a field of the step reduction are added from outside."""
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import torch
 import torch.distributed as dist
-from numbers_job import cpu_run, numbers_job
+from numbers_job import cpu_run, numbers_job, trained
 from ranks import on_ranks
-from torch import nn
 
 from undula.parallel.engines.engine import Engine
 from undula.parallel.reduce.accumulator import Accumulator
 from undula.state.ledger import read_ledger
 from undula.storage import Store
 from undula.train.job import Job
-from undula.train.run import Run
-from undula.train.step import Step
 from undula.train.step_reduction import MEAN, LocalStep, StepReducer, StepTotals, reduced
 
 
@@ -39,17 +34,6 @@ class LocalWithWeight(LocalStep):
 @dataclass(frozen=True)
 class TotalsWithWeight(StepTotals):
     weight: float
-
-
-def trained(run: Run) -> Iterator[Step]:
-    """Train, and yield each step after its update."""
-    model = run.model(nn.Linear(1, 1))
-    run.optimizer(torch.optim.SGD(model.parameters(), lr=run.base_lr, momentum=0.9))
-    for step in run.steps():
-        for batch in step.batches():
-            step.backward((model(batch["x"][:, None] / 48) - 1).square().mean())
-        step.update()
-        yield step
 
 
 def _losses(rank: int, world_size: int, job: Job, is_doubling: bool) -> list[float]:

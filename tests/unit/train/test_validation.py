@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from feature_scripts import drawn, named_means, with_random_numbers
-from numbers_job import cpu_run, numbers_job
+from numbers_job import cpu_run, numbers_job, run_batches
 from pytorch_optimizer import ScheduleFreeSGD
 from torch import Tensor, nn
 
@@ -123,8 +123,7 @@ def test_a_validation_has_the_weights_for_evaluation_of_an_optimizer_without_a_s
     done = 0
     for step in run.steps(validate=loss):
         optimizer.train()  # type: ignore[attr-defined]
-        for batch in step.batches():
-            step.backward(model(batch["x"][:, None] / 48).square().mean())
+        run_batches(step, model)
         step.update()
         done += 1
         assert optimizer.param_groups[0]["train_mode"]

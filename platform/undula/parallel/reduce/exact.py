@@ -120,6 +120,7 @@ class ExactSum:
 
     def all_reduce(self, all_reduce: AllReduce) -> None:
         """Sum over the ranks, after each rank has added the terms of its virtual workers."""
+        self._is_clear = False  # also on a rank without terms, which gets those of the others
         all_reduce(self._sums)
 
     def values(self) -> list[Tensor | None]:
