@@ -72,13 +72,13 @@ def test_status_says_whether_a_study_is_running(study: Store, undula: Command) -
     ledger = LedgerWriter(store, 1)
     ledger.event(StartEvent(1, 1, step=0))
     ledger.close()
-    found = json.loads(output_of(undula, "study", "status", study.url, "--json")[1])
-    assert (found["study"], found["driver_alive"], found["ended"]) == ("rates", False, False)
-    assert [row["state"] for row in found["trials"]] == ["complete", "waiting"]
+    printed = json.loads(output_of(undula, "study", "status", study.url, "--json")[1])
+    assert (printed["study"], printed["driver_alive"], printed["ended"]) == ("rates", False, False)
+    assert [row["state"] for row in printed["trials"]] == ["complete", "waiting"]
     with keep_heartbeat(study):
-        found = json.loads(output_of(undula, "study", "status", study.url, "--json")[1])
-        assert found["driver_alive"]
-        assert [row["state"] for row in found["trials"]] == ["complete", "running"]
+        printed = json.loads(output_of(undula, "study", "status", study.url, "--json")[1])
+        assert printed["driver_alive"]
+        assert [row["state"] for row in printed["trials"]] == ["complete", "running"]
         _, text = output_of(undula, "study", "status", study.url)
     assert "not running" not in text
     assert "rates: 1 of 2 trials" in text

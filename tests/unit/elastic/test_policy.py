@@ -269,10 +269,10 @@ def test_a_hang_is_always_found(states: list[tuple[Phase, float]], data: st.Data
     fresh = [0.0] * len(views)
     number = data.draw(st.integers(0, len(views) - 1))
     # A rank that does not answer.
-    assert number in lost_ranks(views, [9.0 if each == number else 0.0 for each in range(len(views))], LIMIT_S)
+    assert number in lost_ranks(views, [9.0 if other == number else 0.0 for other in range(len(views))], LIMIT_S)
     # A rank whose own work takes too long, whatever the others do.
     own = data.draw(st.sampled_from([DATA, COMPUTE, SNAPSHOT, UPDATE, VALIDATE]))
-    hung = [rank(own, limit_of(own) + 1) if each == number else view for each, view in enumerate(views)]
+    hung = [rank(own, limit_of(own) + 1) if other == number else view for other, view in enumerate(views)]
     assert number in lost_ranks(hung, fresh, LIMIT_S)
     # Ranks that all wait.
     waiting = [rank(view.phase if view.phase.may_wait else REDUCE, START_LIMIT_S + 1) for view in views]

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from undula.elastic import build_horovod
-from undula.elastic.build_horovod import PATCH, PATCH_COMMANDS, apply_patch, build_name, failure_reason
+from undula.cluster import build_horovod
+from undula.cluster.build_horovod import PATCH, PATCH_COMMANDS, apply_patch, build_name, failure_reason
 from undula.errors import ClusterError
 
 CXX_STANDARD = "set(CMAKE_CXX_STANDARD 17)"
