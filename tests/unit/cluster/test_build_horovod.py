@@ -83,21 +83,15 @@ def test_missing_tools_are_named_before_anything_is_downloaded(tmp_path: Path, m
 @pytest.mark.parametrize(
     ("log", "reason"),
     [
-        (
-            "Building wheel for horovod: finished with status 'error'\nx.cc:1:10: fatal error: Python.h: No such file\n",
-            "fatal error: Python.h: No such file",
-        ),
-        (
-            "CMake Error at CMakeLists.txt:9 (find_package):\n  Could not find NCCL\n\nERROR: Failed building wheel",
-            "CMake Error at CMakeLists.txt:9 (find_package): Could not find NCCL",
-        ),
+        ("Building wheel for horovod: finished with status 'error'\nx.cc:1:10: fatal error: Python.h: No such file\n",
+         "fatal error: Python.h: No such file"),
+        ("CMake Error at CMakeLists.txt:9 (find_package):\n  Could not find NCCL\n\nERROR: Failed building wheel",
+         "CMake Error at CMakeLists.txt:9 (find_package): Could not find NCCL"),
         ("ERROR: Could not find a version that satisfies", "ERROR: Could not find a version that satisfies"),
-        (
-            "error: subprocess-exited-with-error\n\n      error: invalid command 'bdist_wheel'\n      [end of output]\n",
-            "error: invalid command 'bdist_wheel'",
-        ),
+        ("error: subprocess-exited-with-error\n\n      error: invalid command 'bdist_wheel'\n      [end of output]\n",
+         "error: invalid command 'bdist_wheel'"),
         ("", "no reason given"),
     ],
-)
+)  # fmt: skip
 def test_the_reason_of_a_failed_build_is_the_log_line_that_explains_it(log: str, reason: str) -> None:
     assert failure_reason(log) == reason

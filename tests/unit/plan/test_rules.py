@@ -110,23 +110,12 @@ def test_betas_average_over_the_same_number_of_samples_and_at_least_one_step() -
         ("none", torch.optim.Rprop, None),
         ("adam_sde", torch.optim.AdamW, None),
         ("surge", torch.optim.Adagrad, None),
-        (
-            "linear",
-            torch.optim.AdamW,
-            "LARS, SGD, but the optimizer is AdamW; for AdamW, use one of sqrt, adam_sde, surge",
-        ),
-        (
-            "adam_sde",
-            torch.optim.SGD,
-            "Adam, AdamW, RMSprop, but the optimizer is SGD; for SGD, use one of linear, sqrt, legw, adascale, noise_scale",
-        ),
-        (
-            "linear",
-            torch.optim.Rprop,
-            "LARS, SGD, but the optimizer is Rprop; compare the run with one at the base batch",
-        ),
+        ("linear", torch.optim.AdamW, "LARS, SGD, but the optimizer is AdamW; for AdamW, use one of sqrt, adam_sde, surge"),
+        ("adam_sde", torch.optim.SGD,
+         "Adam, AdamW, RMSprop, but the optimizer is SGD; for SGD, use one of linear, sqrt, legw, adascale, noise_scale"),
+        ("linear", torch.optim.Rprop, "LARS, SGD, but the optimizer is Rprop; compare the run with one at the base batch"),
     ],
-)
+)  # fmt: skip
 def test_a_rule_warns_about_optimizers_that_it_is_not_known_for(
     rule: RuleName, optimizer: Any, message: str | None
 ) -> None:
