@@ -222,22 +222,8 @@ def test_the_same_options_exist_where_they_make_sense() -> None:
         for path, command in commands()
         if not isinstance(command, click.Group)
     }
-    of_runs = {
-        "run",
-        "logs",
-        "stop",
-        "chaos",
-        "ls",
-        "show",
-        "verify",
-        "report",
-        "compare",
-        "export",
-        "doctor",
-        "study run",
-        "study status",
-        "study report",
-    }
+    of_runs = {"run", "logs", "stop", "chaos", "ls", "show", "verify", "report", "compare", "export", "doctor"}
+    of_runs |= {"study run", "study status", "study report"}
     of_clusters = {"run", "ls", "logs", "stop", "study run"}
     assert {name for name, options in names.items() if "--runs" in options} == of_runs
     assert {name for name, options in names.items() if "--address" in options} == of_clusters
