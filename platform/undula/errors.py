@@ -91,7 +91,7 @@ class UsageError(UndulaError):
     """A script uses the API wrongly or asks for something that no engine supports. Another attempt would fail too."""
 
 
-def one_line(error: Exception) -> str:
+def one_line(error: BaseException) -> str:
     """Return the message of an error without line breaks; the name of its class if it has no message."""
     return " ".join(str(error).split()) or type(error).__name__
 

@@ -39,17 +39,17 @@ class Examined:
 
     def of(self, verdict: str) -> dict[str, str]:
         """Return the messages by check."""
-        return {each["check"]: each["message"] for each in self.results if each["verdict"] == verdict}
+        return {result["check"]: result["message"] for result in self.results if result["verdict"] == verdict}
 
 
 @pytest.fixture(scope="module")
 def two_nodes(forking_python: str) -> Iterator[Nodes]:
-    with nodes(python=forking_python) as found:
-        found.add()
-        found.add()
-        found.await_all()
-        found.cluster = with_forked_drivers(found.cluster)
-        yield found
+    with nodes(python=forking_python) as cluster:
+        cluster.add()
+        cluster.add()
+        cluster.await_all()
+        cluster.cluster = with_forked_drivers(cluster.cluster)
+        yield cluster
 
 
 @pytest.fixture
@@ -98,18 +98,18 @@ def end(process: "subprocess.Popen[str]", started: float) -> Examined:
     return Examined(process.returncode, time.monotonic() - started, **json.loads(out))
 
 
-def assert_others_examined(found: Examined, node: str) -> None:
-    assert set(found.facts["unresponsive"]) == {node}
-    assert set(found.facts["stored"]) == {each["id"] for each in found.facts["nodes"]} - {node}
+def assert_others_examined(examined: Examined, node: str) -> None:
+    assert set(examined.facts["unresponsive"]) == {node}
+    assert set(examined.facts["stored"]) == {member["id"] for member in examined.facts["nodes"]} - {node}
 
 
 def await_probe(cluster: Nodes, node: str, process: "subprocess.Popen[str]") -> None:
     """Wait for the probe of a node."""
     deadline = time.monotonic() + LIMIT_S
     while True:
-        for each in cluster.processes_of(node):
+        for worker in cluster.processes_of(node):
             with suppress(psutil.Error):
-                if "ray::Probe" in " ".join(each.cmdline()):
+                if "ray::Probe" in " ".join(worker.cmdline()):
                     return
         assert process.poll() is None, process.communicate()
         assert time.monotonic() < deadline
@@ -117,22 +117,22 @@ def await_probe(cluster: Nodes, node: str, process: "subprocess.Popen[str]") -> 
 
 
 def test_a_healthy_cluster_passes(two_nodes: Nodes, tmp_path: Path) -> None:
-    found = examine(two_nodes.cluster, tmp_path / "runs")
-    assert found.of("fail") == {}
-    assert found.status == 0
-    assert set(found.of("warn")) <= OF_THIS_MACHINE
-    assert found.took_s < LIMIT_S
-    assert "3 nodes answer, and workers fit on 2" in found.of("pass")["nodes"]
-    assert found.facts["dashboard_status"] == 401
-    reduced = found.facts["all_reduce"]
+    examined = examine(two_nodes.cluster, tmp_path / "runs")
+    assert examined.of("fail") == {}
+    assert examined.status == 0
+    assert set(examined.of("warn")) <= OF_THIS_MACHINE
+    assert examined.took_s < LIMIT_S
+    assert "3 nodes answer, and workers fit on 2" in examined.of("pass")["nodes"]
+    assert examined.facts["dashboard_status"] == 401
+    reduced = examined.facts["all_reduce"]
     assert reduced["backend"] == "gloo"
     assert set(reduced["nodes"]) == set(two_nodes.nodes)
     assert reduced["bytes_per_s"] > 0
     assert reduced["latency_s"] > 0
-    offsets_s = [clock["offset_s"] for clock in found.facts["clocks"].values()]
+    offsets_s = [clock["offset_s"] for clock in examined.facts["clocks"].values()]
     assert len(offsets_s) == len(two_nodes.nodes) + 1  # with the head
     assert max(map(abs, offsets_s)) < 0.5
-    assert len(found.facts["stored"]) == 3
+    assert len(examined.facts["stored"]) == 3
     assert list((tmp_path / "runs").iterdir()) == [], "the doctor leaves files behind"
 
 
@@ -151,12 +151,12 @@ def test_an_unwritable_runs_folder_is_reported_with_the_fix(two_nodes: Nodes, tm
 @pytest.mark.soak
 def test_ray_without_its_token_fails(forking_python: str, s3: Any) -> None:
     with local_cluster(num_cpus=1, env={"RAY_AUTH_MODE": "disabled"}, python=forking_python) as cluster:
-        found = examine(cluster, s3.url("runs"), RAY_AUTH_MODE="disabled")
-    assert found.status == 1
-    assert set(found.of("fail")) == {"token"}
-    assert "RAY_AUTH_MODE=token" in found.of("fail")["token"]
-    assert "nothing was measured" in found.of("pass")["all-reduce"]
-    (stored,) = found.facts["stored"].values()
+        examined = examine(cluster, s3.url("runs"), RAY_AUTH_MODE="disabled")
+    assert examined.status == 1
+    assert set(examined.of("fail")) == {"token"}
+    assert "RAY_AUTH_MODE=token" in examined.of("fail")["token"]
+    assert "nothing was measured" in examined.of("pass")["all-reduce"]
+    (stored,) = examined.facts["stored"].values()
     assert stored["problem"] is None
     assert stored["sees_ours"]
     assert open_store(s3.url("runs")).list() == [], "the doctor leaves files behind"
@@ -174,12 +174,12 @@ def test_a_node_that_hangs_is_named(two_nodes: Nodes, third_node: str, tmp_path:
     """The raylet and its children are stopped. Ray considers the node alive for longer than the examination takes."""
     for process in two_nodes.processes_of(third_node):
         send_signal(process, signal.SIGSTOP)
-    found = examine(two_nodes.cluster, tmp_path)
-    assert found.status == 1
-    assert found.took_s < LIMIT_S
-    assert set(found.of("fail")) == {"nodes"}
-    assert f"({third_node[:8]}) could not be examined completely (no answer within" in found.of("fail")["nodes"]
-    assert_others_examined(found, third_node)
+    examined = examine(two_nodes.cluster, tmp_path)
+    assert examined.status == 1
+    assert examined.took_s < LIMIT_S
+    assert set(examined.of("fail")) == {"nodes"}
+    assert f"({third_node[:8]}) could not be examined completely (no answer within" in examined.of("fail")["nodes"]
+    assert_others_examined(examined, third_node)
 
 
 @pytest.mark.soak
@@ -188,11 +188,11 @@ def test_a_node_that_dies_during_the_examination_is_named(two_nodes: Nodes, thir
     process = start(two_nodes.cluster, tmp_path, "--json")
     await_probe(two_nodes, third_node, process)
     two_nodes.kill(third_node)
-    found = end(process, started)
-    assert found.status == 1
-    assert found.took_s < LIMIT_S
-    assert f"({third_node[:8]}) could not be examined completely" in found.of("fail")["nodes"]
-    assert_others_examined(found, third_node)
+    examined = end(process, started)
+    assert examined.status == 1
+    assert examined.took_s < LIMIT_S
+    assert f"({third_node[:8]}) could not be examined completely" in examined.of("fail")["nodes"]
+    assert_others_examined(examined, third_node)
 
 
 def test_a_missing_token_is_reported_with_the_variable_to_set(without_token: "subprocess.Popen[str]") -> None:
@@ -237,15 +237,15 @@ def odd_node(two_nodes: Nodes, tmp_path: Path) -> Iterator[str]:
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="mounts a file system of its own")
 def test_a_node_that_differs_from_the_others_is_named(two_nodes: Nodes, odd_node: str, tmp_path: Path) -> None:
-    found = examine(two_nodes.cluster, tmp_path / "runs")
-    assert found.status == 1
-    fails = found.of("fail")
+    examined = examine(two_nodes.cluster, tmp_path / "runs")
+    assert examined.status == 1
+    fails = examined.of("fail")
     assert set(fails) == {"versions", "gpus", "storage"}
     assert fails["versions"].startswith("pyarrow is ")
     assert "25.0.0 on " in fails["versions"]
     assert "torch sees 0" in fails["gpus"]
-    assert f"{found.facts['nodes'][0]['address']} ({odd_node[:8]}): files that the head writes" in fails["storage"]
-    assert "all-reduce" in found.of("pass"), "torch without a GPU reduces with gloo"
+    assert f"{examined.facts['nodes'][0]['address']} ({odd_node[:8]}): files that the head writes" in fails["storage"]
+    assert "all-reduce" in examined.of("pass"), "torch without a GPU reduces with gloo"
 
 
 def test_a_head_that_accepts_connections_but_does_not_answer_ends_the_command(tmp_path: Path) -> None:

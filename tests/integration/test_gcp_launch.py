@@ -33,9 +33,9 @@ class Google:
 
     def __getattr__(self, name: str) -> Any:
         def call(**arguments: Any) -> "Google":
-            found = Google(self._calls, f"{self._path}.{name}")
-            self._calls[found._path].append(copy.deepcopy(arguments))
-            return found
+            member = Google(self._calls, f"{self._path}.{name}")
+            self._calls[member._path].append(copy.deepcopy(arguments))
+            return member
 
         return call
 
@@ -97,11 +97,11 @@ def launched(google: dict[str, list[dict[str, Any]]], config: dict[str, Any], na
 
 def test_workers_are_launched_as_spot_or_on_demand_with_the_permissions_of_workers(google: Any) -> None:
     config = bootstrapped()
-    markets = [each["labels"]["undula.io/market"] for each in config["available_node_types"].values()]
+    markets = [node_type["labels"]["undula.io/market"] for node_type in config["available_node_types"].values()]
     assert {"spot", "on-demand"} <= set(markets)
-    for name, each in config["available_node_types"].items():
+    for name, node_type in config["available_node_types"].items():
         body = launched(google, config, name)
-        assert body["machineType"] == f"zones/us-central1-a/machineTypes/{each['labels']['undula.io/machine']}"
+        assert body["machineType"] == f"zones/us-central1-a/machineTypes/{node_type['labels']['undula.io/machine']}"
         (account,) = body["serviceAccounts"]
         if name == "head":
             assert account == {"email": f"undula-head{MINE}", "scopes": ["https://www.googleapis.com/auth/compute"]}
@@ -110,7 +110,7 @@ def test_workers_are_launched_as_spot_or_on_demand_with_the_permissions_of_worke
             assert account["scopes"] == ["https://www.googleapis.com/auth/devstorage.read_write"]
             assert body["scheduling"]["onHostMaintenance"] == "TERMINATE"
         is_spot = body.get("scheduling", {}).get("provisioningModel") == "SPOT"
-        assert is_spot == (each["labels"]["undula.io/market"] == "spot")
+        assert is_spot == (node_type["labels"]["undula.io/market"] == "spot")
         assert is_spot == (body.get("scheduling", {}).get("instanceTerminationAction") == "DELETE")
         assert body["labels"]["ray-cluster-name"] == "undula"
         assert body["networkInterfaces"][0]["subnetwork"] == "projects/your-project/subnet"
@@ -141,4 +141,4 @@ def test_workers_are_set_up_as_on_aws_except_for_the_store(google: Any) -> None:
     assert ours["setup_commands"][:-1] == aws["setup_commands"][:-1]
     assert aws["file_mounts"].items() <= ours["file_mounts"].items()
     config = bootstrapped()
-    assert not [each for each in config["head_setup_commands"] if "==1.7.8" in each]
+    assert not [command for command in config["head_setup_commands"] if "==1.7.8" in command]

@@ -94,11 +94,11 @@ def await_line(process: "subprocess.Popen[str]", pattern: str) -> str:
 def user(session_jobs: Jobs, text: str, tmp_path: Path) -> Iterator[User]:
     cluster = session_jobs.cluster
     env = {**os.environ, **cluster.env, "UNDULA_ADDRESS": cluster.dashboard}
-    found = User(env, text, tmp_path, f"left-{tmp_path.name}")
-    yield found
-    if "stop" not in [process.args[1] for process in found.started if process.returncode == 0]:  # type: ignore[index]
-        found.start("stop", found.name).communicate(timeout=LIMIT_S)  # the test has failed
-    found.ends()
+    person = User(env, text, tmp_path, f"left-{tmp_path.name}")
+    yield person
+    if "stop" not in [process.args[1] for process in person.started if process.returncode == 0]:  # type: ignore[index]
+        person.start("stop", person.name).communicate(timeout=LIMIT_S)  # the test has failed
+    person.ends()
 
 
 def test_ctrl_c_leaves_a_job_of_a_running_cluster_alone_until_it_is_stopped(user: User) -> None:
@@ -177,9 +177,9 @@ class Heads:
 def heads() -> Iterator[Heads]:
     folder = Path(tempfile.mkdtemp(prefix="undula-"))
     (folder / "token").write_text("0" * 64)
-    found = Heads(folder, *free_ports(2))
-    yield found
-    found.kill()
+    started = Heads(folder, *free_ports(2))
+    yield started
+    started.kill()
     shutil.rmtree(folder, ignore_errors=True)
 
 

@@ -92,7 +92,7 @@ def test_planted_secrets_reach_the_script_and_appear_nowhere(
     out = done.stdout + done.stderr
     assert done.returncode == 0, out
 
-    values = [PLANTED[each] for each in (key, "nested", "secret", "file", "env")]
+    values = [PLANTED[name] for name in (key, "nested", "secret", "file", "env")]
     if kind == "run":  # a study shows its table instead of lines of its trials
         assert f"fingerprint {hashlib.sha256(' '.join(values).encode()).hexdigest()} shown-eos" in out
     assert " ".join(hashlib.sha256(value.encode()).hexdigest() for value in values[2:]) in out

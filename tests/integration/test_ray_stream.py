@@ -80,8 +80,8 @@ class Reader:
         self._process.stdin.flush()
         for line in self._process.stdout:
             if line.startswith("STEPS"):
-                found: list[list[int]] = json.loads(line.removeprefix("STEPS"))
-                return found
+                steps: list[list[int]] = json.loads(line.removeprefix("STEPS"))
+                return steps
         raise AssertionError(self._errors.read_text()[-3000:])
 
 

@@ -94,16 +94,16 @@ class Story:
 
     def shell(self, host: str) -> list[str]:
         """Return the scripts that the shell of a machine received."""
-        calls = [each for each in self.commands if each[0] == "ssh" and f"ubuntu@{host}" in each]
-        return [shlex.split(" ".join(each[each.index(f"ubuntu@{host}") + 1 :]))[-1] for each in calls]
+        calls = [command for command in self.commands if command[0] == "ssh" and f"ubuntu@{host}" in command]
+        return [shlex.split(" ".join(command[command.index(f"ubuntu@{host}") + 1 :]))[-1] for command in calls]
 
 
 @pytest.fixture(scope="module")
 def story(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Story]:
     folder = tmp_path_factory.mktemp("ray-up")
     home, hosts, bin_folder = folder / "home", folder / "hosts", folder / "bin"
-    for each in (home, hosts, bin_folder):
-        each.mkdir()
+    for created in (home, hosts, bin_folder):
+        created.mkdir()
     for name, program in {"ssh": STAND_IN, "rsync": STAND_IN, "aws": AWS}.items():
         (bin_folder / name).write_text(program.format(python=sys.executable, hosts=str(hosts)))
         (bin_folder / name).chmod(0o755)
@@ -134,18 +134,18 @@ def tell(patch: pytest.MonkeyPatch, home: Path, hosts: Path, requests: Path) -> 
     before = len(read(requests))
     patch.setenv("HOME", str(hosts / head["PublicIpAddress"]))  # the following requests come from the head
     worker = launch_and_set_up(head["PrivateIpAddress"])
-    actions = {each["Action"] for each in read(requests)[before:]}
-    workers = [each for each in instances(ec2) if each["InstanceId"] != head["InstanceId"]]
+    actions = {request["Action"] for request in read(requests)[before:]}
+    workers = [instance for instance in instances(ec2) if instance["InstanceId"] != head["InstanceId"]]
 
     patch.setenv("HOME", str(home))
     ray("down", "-y", "cluster.yaml")
-    launches = [each for each in read(requests) if each["Action"] == "RunInstances"]
+    launches = [request for request in read(requests) if request["Action"] == "RunInstances"]
     return Story(
-        home, hosts, head, groups, {tags(each)["ray-user-node-type"]: each for each in launches}, workers, worker, actions,
+        home, hosts, head, groups, {tags(request)["ray-user-node-type"]: request for request in launches}, workers, worker, actions,
         [json.loads(line) for line in (hosts / "commands").read_text().splitlines()],
         {role: set(iam.list_role_policies(RoleName=role)["PolicyNames"]) for role in ("undula-head", "undula-worker")},
-        [each["Name"] for each in boto3.client("s3").list_buckets()["Buckets"]],
-        [each["State"]["Name"] for each in instances(ec2)],
+        [bucket["Name"] for bucket in boto3.client("s3").list_buckets()["Buckets"]],
+        [instance["State"]["Name"] for instance in instances(ec2)],
     )  # fmt: skip
 
 
@@ -164,7 +164,7 @@ def launch_and_set_up(head_ip: str) -> str:
     adapter.launch(dict.fromkeys(WORKERS, 1), request_id="one of each")
     wait_until(lambda: len(adapter.get_non_terminated()) == 1 + len(WORKERS))
     assert not adapter.poll_errors()
-    of_type = {each.node_type: name for name, each in adapter.get_non_terminated().items()}
+    of_type = {instance.node_type: name for name, instance in adapter.get_non_terminated().items()}
     instance = Instance(instance_id="1", cloud_instance_id=of_type[INSTALLED], instance_type=INSTALLED)
     RayInstaller(provider, config).install_ray(instance, head_ip)
     return str(provider.internal_ip(of_type[INSTALLED]))
@@ -187,12 +187,14 @@ def test_the_documented_commands_create_a_bucket_and_two_roles_one_of_which_can_
     assert story.policies == {"undula-head": {"bucket", "workers"}, "undula-worker": {"bucket"}}
     assert story.buckets == ["your-bucket"]
     worker = json.loads((ROOT / "docs" / "iam" / "worker-policy.json").read_text())
-    assert {each["Resource"].partition("/")[0] for each in worker["Statement"]} == {"arn:aws:s3:::YOUR-BUCKET"}
+    assert {statement["Resource"].partition("/")[0] for statement in worker["Statement"]} == {
+        "arn:aws:s3:::YOUR-BUCKET"
+    }
 
 
 def test_nothing_but_ssh_is_open_to_the_world(story: Story) -> None:
-    assert [each["GroupName"] for each in story.head["SecurityGroups"]] == ["undula"]
-    (group,) = [each for each in story.groups if each["GroupName"] == "undula"]
+    assert [group["GroupName"] for group in story.head["SecurityGroups"]] == ["undula"]
+    (group,) = [group for group in story.groups if group["GroupName"] == "undula"]
     to_all = [rule for rule in group["IpPermissions"] if rule["IpRanges"] or rule["Ipv6Ranges"]]
     assert [(rule["FromPort"], rule["ToPort"], rule["IpProtocol"]) for rule in to_all] == [(22, 22, "tcp")]
     (within,) = [rule for rule in group["IpPermissions"] if rule not in to_all]
@@ -220,23 +222,23 @@ def test_each_type_of_worker_is_launched_with_its_configuration(story: Story, na
 def test_workers_start_in_the_zones_and_the_security_group_of_the_cluster(story: Story) -> None:
     zones = CLUSTER["provider"]["availability_zone"].split(",")
     assert len(story.workers) == len(WORKERS)
-    assert {each["Placement"]["AvailabilityZone"] for each in story.workers} <= set(zones)
-    assert {group["GroupName"] for each in story.workers for group in each["SecurityGroups"]} == {"undula"}
-    spot = [each for each in story.workers if each.get("InstanceLifecycle") == "spot"]
+    assert {worker["Placement"]["AvailabilityZone"] for worker in story.workers} <= set(zones)
+    assert {group["GroupName"] for worker in story.workers for group in worker["SecurityGroups"]} == {"undula"}
+    spot = [worker for worker in story.workers if worker.get("InstanceLifecycle") == "spot"]
     assert len(spot) == sum(name.startswith("spot-") for name in WORKERS)
     config = yaml.safe_load((story.hosts / story.head["PublicIpAddress"] / "ray_bootstrap_config.yaml").read_text())
-    subnets = {len(each["node_config"]["SubnetIds"]) for each in config["available_node_types"].values()}
+    subnets = {len(node_type["node_config"]["SubnetIds"]) for node_type in config["available_node_types"].values()}
     assert subnets == {len(zones)}  # the provider tries them all
 
 
 def test_the_policy_of_the_head_allows_all_of_its_requests(story: Story) -> None:
     policy = json.loads((ROOT / "docs" / "iam" / "head-policy.json").read_text())
     actions = [statement["Action"] for statement in policy["Statement"]]
-    allowed = {name for each in actions for name in ([each] if isinstance(each, str) else each)}
+    allowed = {name for action in actions for name in ([action] if isinstance(action, str) else action)}
     assert {"RunInstances", "CreateTags"} <= story.actions_of_head
     assert {f"ec2:{action}" for action in story.actions_of_head} <= allowed
     assert not [name for name in allowed if "*" in name]
-    (passing,) = [each for each in policy["Statement"] if each["Action"] == "iam:PassRole"]
+    (passing,) = [statement for statement in policy["Statement"] if statement["Action"] == "iam:PassRole"]
     assert passing["Resource"].endswith(":role/undula-worker")
 
 
@@ -336,7 +338,7 @@ def test_the_watcher_is_an_undula_command_and_runs_as_the_user_of_the_nodes(stor
 
 def test_the_copied_files_are_an_installable_package(story: Story, tmp_path: Path) -> None:
     package = story.hosts / story.worker / "undula"
-    assert {each.name for each in package.iterdir()} == {
+    assert {file.name for file in package.iterdir()} == {
         "platform",
         "docs",
         "pyproject.toml",
@@ -359,7 +361,7 @@ def test_the_copied_files_are_an_installable_package(story: Story, tmp_path: Pat
         str(package),
     ]
     subprocess.run(command, check=True)
-    assert [each.name.partition("-")[0] for each in tmp_path.iterdir()] == ["undula"]
+    assert [wheel.name.partition("-")[0] for wheel in tmp_path.iterdir()] == ["undula"]
 
 
 def test_ray_down_leaves_no_instance(story: Story) -> None:
@@ -402,7 +404,7 @@ def ray(*arguments: str) -> None:
 def run_the_commands_of_the_docs() -> None:
     """Run the commands of docs/spot.md that create the bucket and the profiles, with a stand-in for `aws`."""
     commands = re.findall(r"```bash\n(.*?)```", (ROOT / "docs" / "spot.md").read_text(), re.DOTALL)
-    (own,) = [each for each in commands if "aws iam create-role" in each]
+    (own,) = [command for command in commands if "aws iam create-role" in command]
     done = subprocess.run(["bash", "-e", "-c", own], cwd=ROOT, capture_output=True, text=True, timeout=LIMIT_S)
     assert done.returncode == 0, done.stdout + done.stderr
 
@@ -410,11 +412,15 @@ def run_the_commands_of_the_docs() -> None:
 def read(requests: Path) -> list[dict[str, str]]:
     """Return the parameters of each request to EC2."""
     bodies = [base64.b64decode(json.loads(line)["body"]).decode() for line in requests.read_text().splitlines()]
-    return [found for found in (dict(parse_qsl(body)) for body in bodies) if found.get("Version") == "2016-11-15"]
+    return [
+        parameters
+        for parameters in (dict(parse_qsl(body)) for body in bodies)
+        if parameters.get("Version") == "2016-11-15"
+    ]
 
 
 def instances(ec2: Any) -> list[dict[str, Any]]:
-    return [each for group in ec2.describe_instances()["Reservations"] for each in group["Instances"]]
+    return [instance for group in ec2.describe_instances()["Reservations"] for instance in group["Instances"]]
 
 
 def tags(sent: Mapping[str, str]) -> dict[str, str]:

@@ -90,12 +90,12 @@ def marked(mark: str) -> list[psutil.Process]:
 
 def drivers_of(argument: str) -> list[psutil.Process]:
     """Return the Python processes that run a job script with an argument."""
-    found = []
+    drivers = []
     for process in psutil.process_iter(["cmdline"]):
         words = process.info["cmdline"] or [""]
         if Path(words[0]).name.startswith("python") and argument in words and "--config" in words:
-            found.append(process)
-    return found
+            drivers.append(process)
+    return drivers
 
 
 def start_undula_run(

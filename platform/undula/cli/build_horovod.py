@@ -18,6 +18,6 @@ def build_horovod(cache: Path) -> None:
 
     Environment variables whose names begin with HOROVOD_ are passed to the build, such as HOROVOD_GPU_OPERATIONS=NCCL for GPUs.
     """
-    from undula.elastic.build_horovod import build_horovod as build
+    from undula.cluster.build_horovod import build_horovod as build
 
     build(cache.expanduser())

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import click
 
-from undula.cli.options import FILE, Commands, counted, json_option, print_all_json
+from undula.cli.options import FILE, Commands, json_option, print_findings
 
 
 @click.group(cls=Commands, short_help="Check the configuration of a cluster.")
@@ -30,10 +30,4 @@ def check(config: Path, job: Path | None, as_json: bool) -> int:
     findings = check_cluster(
         load_cluster(config), spec.workers if spec else None, spec.buckets if spec else [], region_of
     )
-    if as_json:
-        print_all_json(findings)
-    else:
-        for finding in findings:
-            click.echo(f"{finding.severity}: {finding.message}")
-        click.echo(counted(len(findings), "finding"))
-    return int(any(finding.severity == "error" for finding in findings))
+    return print_findings(findings, as_json)

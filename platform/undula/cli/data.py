@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from undula.cli.options import FILE, Commands, FiniteRange, counted, json_option, print_all_json, print_json
+from undula.cli.options import FILE, Commands, FiniteRange, counted, json_option, print_findings, print_json
 
 if TYPE_CHECKING:
     from undula.data.prepare.corpora import Corpus
@@ -169,14 +169,9 @@ def check(url: str, as_json: bool) -> int:
     manifest = load_manifest(url)
     with _progress(f"reading {url}", len(manifest.row_counts)) as advance:
         findings = examine(manifest, advance)
-    if as_json:
-        print_all_json(findings)
-    else:
+    if not as_json:
         _print_data_set(manifest)
-        for finding in findings:
-            click.echo(f"{finding.severity}: {finding.message}")
-        click.echo(counted(len(findings), "finding"))
-    return int(any(finding.severity == "error" for finding in findings))
+    return print_findings(findings, as_json)
 
 
 def _print_data_set(manifest: "Manifest", as_json: bool = False) -> None:

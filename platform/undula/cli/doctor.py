@@ -7,7 +7,7 @@ from pathlib import Path
 
 import click
 
-from undula.cli.options import cluster_option, json_option, print_json, runs_option
+from undula.cli.options import cluster_option, counted, json_option, print_json, runs_option
 from undula.state.defaults import default_runs
 
 
@@ -38,6 +38,6 @@ def doctor(cluster: str, runs: str | None, as_json: bool) -> int:
     else:
         for result in results:
             click.echo(f"{result.verdict}  {result.check:<10}  {result.message}")
-        nodes = f"{len(facts.nodes)} node{'s' if len(facts.nodes) != 1 else ''} in {time.monotonic() - started:.0f} s"
+        nodes = f"{counted(len(facts.nodes), 'node')} in {time.monotonic() - started:.0f} s"
         click.echo(f"{count['pass']} passed, {count['warn']} to look at, {count['fail']} to fix; {nodes}")
     return int(count["fail"] > 0)

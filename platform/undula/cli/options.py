@@ -14,8 +14,8 @@ from undula.errors import SpecError
 from undula.state.defaults import DEFAULT_RUNS
 
 if TYPE_CHECKING:
-    from _typeshed import DataclassInstance
-
+    from undula.cluster.node_types import Finding as ClusterFinding
+    from undula.data.prepare.check import Finding as DataFinding
     from undula.driver.submission import Mode
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -144,9 +144,15 @@ def print_json(document: object) -> None:
     click.echo(json.dumps(document, indent=1))
 
 
-def print_all_json(items: "Sequence[DataclassInstance]") -> None:
-    """Print instances of dataclasses as JSON."""
-    print_json([asdict(item) for item in items])
+def print_findings(findings: "Sequence[ClusterFinding | DataFinding]", as_json: bool) -> int:
+    """Print the problems that a check has found, and return the exit status of the command: 1 if one of them is an error."""
+    if as_json:
+        print_json([asdict(finding) for finding in findings])
+    else:
+        for finding in findings:
+            click.echo(f"{finding.severity}: {finding.message}")
+        click.echo(counted(len(findings), "finding"))
+    return int(any(finding.severity == "error" for finding in findings))
 
 
 def counted(count: int, noun: str) -> str:

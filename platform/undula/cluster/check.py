@@ -17,7 +17,7 @@ from undula.cluster.job_fit import check_job
 from undula.cluster.node_types import Finding, NodeType, mapping_of, most_nodes, node_types
 from undula.config.secrets import holds_secret
 from undula.elastic.pure.spec import WorkersSpec
-from undula.errors import SpecError
+from undula.errors import SpecError, one_line
 from undula.plan.fleet import MACHINE, MARKET, ON_DEMAND, SPOT, TYPE
 
 WIDE_BITS = {4: 8, 6: 16}
@@ -39,7 +39,7 @@ def load_cluster(path: Path) -> dict[str, Any]:
     try:
         config = yaml.safe_load(path.read_text())
     except (OSError, yaml.YAMLError) as error:
-        raise SpecError(f"{path} cannot be read: {' '.join(str(error).split())}") from None
+        raise SpecError(f"{path} cannot be read: {one_line(error)}") from None
     schema = json.loads((files("ray.autoscaler") / "ray-schema.json").read_text())
     wrong = min(Draft7Validator(schema).iter_errors(config), key=lambda error: len(error.path), default=None)
     if wrong is not None:
@@ -299,5 +299,5 @@ def region_of(bucket: str) -> str:
     try:
         headers = boto3.client("s3").head_bucket(Bucket=bucket)["ResponseMetadata"]["HTTPHeaders"]
     except (BotoCoreError, ClientError) as error:
-        raise SpecError(" ".join(str(error).split())) from None
+        raise SpecError(one_line(error)) from None
     return str(headers.get("x-amz-bucket-region", "us-east-1"))

@@ -22,8 +22,9 @@ from undula.cluster.facts import AllReduce, Clock, Facts, FailedConnection, Node
 from undula.cluster.probe import Probe
 from undula.elastic.ray.capacity import free_resources, workers_on_nodes
 from undula.elastic.ray.ray_logging import stop_error_messages
-from undula.errors import ClusterError
+from undula.errors import ClusterError, one_line
 from undula.plan.fleet import MARKET, SPOT
+from undula.state.events.base import counted
 
 LIMIT_S = 50.0
 """Time limit in seconds for all requests together, because users would skip an examination that takes longer."""
@@ -114,7 +115,7 @@ def _connect(address: str) -> tuple[str, list[dict[str, Any]]]:
     try:
         context = ray.init(address, runtime_env=environment, log_to_driver=False, logging_level=logging.ERROR)
     except (OSError, RuntimeError, ValueError, RayError) as error:
-        why = " ".join(str(error).split())[:300]
+        why = one_line(error)[:300]
         if "AuthenticationError" in f"{type(error).__name__} {error.__cause__}":
             why = "it rejects the token; set RAY_AUTH_MODE=token, and RAY_AUTH_TOKEN_PATH to the file of the cluster's token"
         if isinstance(error, ConnectionError) and address == "auto":
@@ -179,7 +180,7 @@ class _Examination:
         }
 
     def facts(self, dashboard: str) -> Facts:
-        self._log(f"examining {_count(len(self._nodes), 'node')} ...")
+        self._log(f"examining {counted(len(self._nodes), 'node')} ...")
         arguments = {id: (session, self._runs) for id, session in self._sessions.items()}
         reports, problems = self._ask("report", arguments, REPORT_LIMIT_S)
         self._unresponsive.update(problems)
@@ -246,7 +247,7 @@ class _Examination:
             except RayTaskError as error:
                 problems[id] = f"{type(error.cause).__name__}: {error.cause}".splitlines()[0]
             except RayError as error:
-                problems[id] = " ".join(str(error).split())[:300]
+                problems[id] = one_line(error)[:300]
         return answers, problems
 
     def _clocks(self) -> dict[str, Clock]:
@@ -335,7 +336,3 @@ def _node(node: Mapping[str, Any]) -> NodeFacts:
         node[FREE].get("GPU", 0.0),
         node[WORKERS],
     )
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}{'s' if number != 1 else ''}"

@@ -10,7 +10,7 @@ from importlib.resources import files
 from pathlib import Path
 
 from undula.cluster.price_file import parse_prices
-from undula.errors import SpecError
+from undula.errors import SpecError, one_line
 from undula.plan.fleet import SPOT
 from undula.plan.prices import Machine, Prices
 from undula.state.events import Event, GroupEvent, WaitingEvent
@@ -107,7 +107,7 @@ def spot_history(region: str | None, machines: Iterable[Machine], began: float, 
             change = (row["Timestamp"].timestamp(), float(row["SpotPrice"]))
             changes[row["InstanceType"], row["AvailabilityZone"]].append(change)
     except (BotoCoreError, ClientError) as error:
-        why = " ".join(str(error).split()).rstrip(".")
+        why = one_line(error).rstrip(".")
         raise SpecError(
             f"AWS's spot prices cannot be fetched ({why}), so the price lists are used: "
             "give credentials that allow ec2:DescribeSpotPriceHistory, and a region"

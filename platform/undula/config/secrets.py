@@ -164,15 +164,13 @@ def _is_in_secret_section(path: _KeyPath, text: str) -> bool:
     for end in range(1, len(path)):
         for *before, last in _names(path[:end]):
             if last in ("key", "keys"):
-                is_secret = _names_secret((*before, last), text) or _names_secret((*kinds, last), text)
+                named = _names_secret((*before, last), text) or _names_secret((*kinds, last), text)
             elif last.endswith(("token", "tokens")):
                 special = filter(_SPECIAL_TOKENS.fullmatch, kinds)
-                is_secret = _names_secret((*before, *special, last.removesuffix("s")), text) and not _COUNT.fullmatch(
-                    text
-                )
+                named = _names_secret((*before, *special, last.removesuffix("s")), text) and not _COUNT.fullmatch(text)
             else:
-                is_secret = _names_secret((*before, last), text)
-            if is_secret:
+                named = _names_secret((*before, last), text)
+            if named:
                 return True
     return False
 

@@ -19,7 +19,7 @@ from pydantic import TypeAdapter, ValidationError
 from pydantic_core import ErrorDetails
 
 from undula.config.secrets import has_secret, hide_secrets
-from undula.errors import SpecError
+from undula.errors import SpecError, one_line
 
 
 def load_file(
@@ -100,9 +100,7 @@ def _read_yaml(file: Path, what: str, keys: str) -> tuple[dict[str, Any], dict[s
     except UnicodeDecodeError as error:
         raise SpecError(f"{file} is not UTF-8 text; give {what}") from error
     except yaml.YAMLError as error:
-        reason = (
-            f": {' '.join(str(error).split())}" if _is_named_as_yaml(file) else f"; {_fix_of_other_file(file, what)}"
-        )
+        reason = f": {one_line(error)}" if _is_named_as_yaml(file) else f"; {_fix_of_other_file(file, what)}"
         raise SpecError(f"{file} is not YAML{reason}") from error
     if tree is None:
         raise SpecError(f"{file} is empty: {what} is a mapping with the keys {keys}, ...")

@@ -17,7 +17,7 @@ import ray
 from undula.data.script.pickling import pickle_torch_settings_by_name
 from undula.elastic.ray import private_environment
 from undula.elastic.ray.ray_logging import stop_error_messages
-from undula.errors import ClusterError
+from undula.errors import ClusterError, one_line
 
 CONNECT_TIMEOUT_S = 10.0
 """Maximum time in seconds to reach the cluster's address."""
@@ -44,9 +44,8 @@ def connected() -> Iterator[None]:
             ray.init(log_to_driver=False, logging_level=logging.ERROR)
         except (OSError, ray.exceptions.RayError) as error:
             where = address or "on this machine"
-            why = " ".join(str(error).split())
             raise ClusterError(
-                f"cannot connect to the Ray cluster {where}: {why}; check that it is up and that RAY_ADDRESS is correct"
+                f"cannot connect to the Ray cluster {where}: {one_line(error)}; check that it is up and that RAY_ADDRESS is correct"
             ) from error
         stop_error_messages()
     for name in ("ray", "ray.train", "ray.data"):

@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from aiohttp import ClientError
 from ray.job_submission import JobDetails, JobSubmissionClient
 
-from undula.errors import FAILED, INTERRUPTED, ConnectionLostError
+from undula.errors import FAILED, INTERRUPTED, ConnectionLostError, one_line
 
 RECONNECT_S = 2.0
 """Seconds between two attempts to follow a job."""
@@ -60,7 +60,7 @@ def follow_to_the_end(
             was_over = details.status.is_terminal()
         except LOST as error:
             failures = failures + 1 if log.seen_at - began < LASTING_S else 1
-            why = " ".join(str(error).split())
+            why = one_line(error)
             if "404" in why and _is_lost(api, job):
                 return None
             if failures > RECONNECTS and not forever:

@@ -16,7 +16,7 @@ from requests import Response
 import undula
 from undula.driver.follow import LOST, is_unknown
 from undula.elastic.ray import private_environment
-from undula.errors import ClusterError, ConnectionLostError, RunError, SpecError
+from undula.errors import ClusterError, ConnectionLostError, RunError, SpecError, one_line
 from undula.state.defaults import default_runs
 
 RUN = "undula_run"
@@ -232,4 +232,4 @@ def stop(api: JobApi, job: str, limit_s: float) -> bool:
 
 
 def _in_short(error: BaseException) -> str:
-    return " ".join(str(error).split())[:300]
+    return one_line(error)[:300]

@@ -16,16 +16,15 @@ OPEN_FILES = Path("/proc/self/fd")
 
 def listening_ports() -> frozenset[int]:
     """Return the TCP ports on which this process listens."""
-    return frozenset(connection.getsockname()[1] for _, connection in _stream_sockets() if _listens(connection))
+    return frozenset(stream.getsockname()[1] for _, stream in _stream_sockets() if _listens(stream))
 
 
 def cut_connections(ports: frozenset[int]) -> None:
     """Shut down the connections that this process has accepted on these ports, so that threads that read from them raise."""
-    for _, connection in _stream_sockets():
-        if connection.getsockname()[1] in ports and not _listens(
-            connection
-        ):  # gloo ends the process when a listening socket fails
-            _cut(connection)
+    for _, stream in _stream_sockets():
+        # gloo ends the process when a listening socket fails.
+        if stream.getsockname()[1] in ports and not _listens(stream):
+            _cut(stream)
 
 
 def open_sockets() -> frozenset[str]:
@@ -35,18 +34,18 @@ def open_sockets() -> frozenset[str]:
 
 def cut_sockets(names: frozenset[str]) -> None:
     """Shut down the connections of those sockets with these names that are still open."""
-    for name, connection in _stream_sockets():
-        if name in names and not _listens(connection):
-            _cut(connection)
+    for name, stream in _stream_sockets():
+        if name in names and not _listens(stream):
+            _cut(stream)
 
 
-def _cut(connection: socket.socket) -> None:
+def _cut(stream: socket.socket) -> None:
     with suppress(OSError):  # the connection has already ended
-        connection.shutdown(socket.SHUT_RDWR)
+        stream.shutdown(socket.SHUT_RDWR)
 
 
-def _listens(connection: socket.socket) -> bool:
-    return bool(connection.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN))
+def _listens(stream: socket.socket) -> bool:
+    return bool(stream.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN))
 
 
 def _stream_sockets() -> Iterator[tuple[str, socket.socket]]:
@@ -54,6 +53,6 @@ def _stream_sockets() -> Iterator[tuple[str, socket.socket]]:
         with suppress(OSError):  # the file was closed in the meantime, or is not a socket
             if not (name := str(file.readlink())).startswith("socket:"):
                 continue
-            with socket.socket(fileno=os.dup(int(file.name))) as connection:
-                if connection.family in (socket.AF_INET, socket.AF_INET6) and connection.type == socket.SOCK_STREAM:
-                    yield name, connection
+            with socket.socket(fileno=os.dup(int(file.name))) as stream:
+                if stream.family in (socket.AF_INET, socket.AF_INET6) and stream.type == socket.SOCK_STREAM:
+                    yield name, stream

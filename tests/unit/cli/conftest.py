@@ -16,6 +16,11 @@ class Ended:
     out: str
     err: str
 
+    @property
+    def shown(self) -> str:
+        """Everything that the command has written to the terminal."""
+        return self.out + self.err
+
 
 Command = Callable[..., Ended]
 

@@ -39,8 +39,8 @@ def commands(
     """Yield every command below a group, with its name in full."""
     yield path, command
     if isinstance(command, click.Group):
-        for name, each in command.commands.items():
-            yield from commands(each, (*path, name))
+        for name, subcommand in command.commands.items():
+            yield from commands(subcommand, (*path, name))
 
 
 @pytest.mark.parametrize("path", [path for path, _ in commands()], ids=" ".join)
@@ -50,16 +50,16 @@ def test_every_command_and_option_has_help(undula: Command, path: tuple[str, ...
     assert shown.out.startswith("Usage: undula")
     command = dict(commands())[path]
     assert command.help
-    for name, each in command.commands.items() if isinstance(command, click.Group) else ():
+    for name, subcommand in command.commands.items() if isinstance(command, click.Group) else ():
         assert f"  {name}" in shown.out
-        assert not each.get_short_help_str(61).endswith("..."), "80 columns cut it off"
-    assert all(each.help for each in command.params if isinstance(each, click.Option))
+        assert not subcommand.get_short_help_str(61).endswith("..."), "80 columns cut it off"
+    assert all(option.help for option in command.params if isinstance(option, click.Option))
 
 
 def test_data_index_prints_json(undula: Command, tmp_path: Path) -> None:
     pq.write_table(pa.table({"x": [1, 2]}), tmp_path / "a.parquet")
-    found = json.loads(undula("data", "index", tmp_path, "--json").out)
-    assert (found["rows"], found["columns"]) == (2, {"x": "int64"})
+    printed = json.loads(undula("data", "index", tmp_path, "--json").out)
+    assert (printed["rows"], printed["columns"]) == (2, {"x": "int64"})
 
 
 def test_data_index_says_how_many_files_it_skips(undula: Command, tmp_path: Path) -> None:
@@ -218,26 +218,12 @@ def test_stop_leaves_a_run_of_the_same_name_in_another_folder_alone(
 
 def test_the_same_options_exist_where_they_make_sense() -> None:
     names = {
-        " ".join(path): {option for each in command.params for option in each.opts}
+        " ".join(path): {option for parameter in command.params for option in parameter.opts}
         for path, command in commands()
         if not isinstance(command, click.Group)
     }
-    of_runs = {
-        "run",
-        "logs",
-        "stop",
-        "chaos",
-        "ls",
-        "show",
-        "verify",
-        "report",
-        "compare",
-        "export",
-        "doctor",
-        "study run",
-        "study status",
-        "study report",
-    }
+    of_runs = {"run", "logs", "stop", "chaos", "ls", "show", "verify", "report", "compare", "export", "doctor"}
+    of_runs |= {"study run", "study status", "study report"}
     of_clusters = {"run", "ls", "logs", "stop", "study run"}
     assert {name for name, options in names.items() if "--runs" in options} == of_runs
     assert {name for name, options in names.items() if "--address" in options} == of_clusters

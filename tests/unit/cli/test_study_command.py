@@ -24,12 +24,10 @@ Command = Callable[..., Any]
 def test_a_file_without_a_command_is_run(undula: Command) -> None:
     for command in (["study"], ["study", "run"]):
         for options in (["none.yaml", "--fresh"], ["--fresh", "none.yaml"], ["none.yaml", "seeds=[1]", "--fresh"]):
-            assert output_of(undula, *command, *options) == (
-                2,
-                "undula: cannot read none.yaml: No such file or directory\n",
-            )
-    assert "undula study status lr-study-sgd --follow" in output_of(undula, "study", "--help")[1]
-    assert output_of(undula, "study")[0] == 2
+            done = undula(*command, *options)
+            assert (done.status, done.shown) == (2, "undula: cannot read none.yaml: No such file or directory\n")
+    assert "undula study status lr-study-sgd --follow" in undula("study", "--help").out
+    assert undula("study").status == 2
 
 
 def test_a_study_in_another_folder_than_its_job_names_the_job_by_its_full_path() -> None:
@@ -46,12 +44,6 @@ SPEC = StudySpec("rates", "job.yaml", batches=(10,), base_lrs=(0.1, 0.2), sample
 TRIALS_OF_IT = [Trial(10, rate, "none", 0, "own", 0) for rate in SPEC.base_lrs]
 
 
-def output_of(undula: Command, *arguments: str) -> tuple[int, str]:
-    """Return the exit status and the output of a command."""
-    done = undula(*arguments)
-    return done.status, done.out + done.err
-
-
 @pytest.fixture
 def study(tmp_path: Path) -> Store:
     """Study with one finished and one waiting trial."""
@@ -64,22 +56,22 @@ def study(tmp_path: Path) -> Store:
 
 def test_status_says_whether_a_study_is_running(study: Store, undula: Command) -> None:
     for options in ((), ("--follow",)):  # the command does not wait for a driver
-        status, text = output_of(undula, "study", "status", study.url, *options)
-        assert status == 0
-        assert "rates: 1 of 2 trials, not running" in text
-        assert "submit the study again to continue it" in text
+        done = undula("study", "status", study.url, *options)
+        assert done.status == 0
+        assert "rates: 1 of 2 trials, not running" in done.shown
+        assert "submit the study again to continue it" in done.shown
     store = study / TRIALS / TRIALS_OF_IT[1].name
     ledger = LedgerWriter(store, 1)
     ledger.event(StartEvent(1, 1, step=0))
     ledger.close()
-    found = json.loads(output_of(undula, "study", "status", study.url, "--json")[1])
-    assert (found["study"], found["driver_alive"], found["ended"]) == ("rates", False, False)
-    assert [row["state"] for row in found["trials"]] == ["complete", "waiting"]
+    printed = json.loads(undula("study", "status", study.url, "--json").shown)
+    assert (printed["study"], printed["driver_alive"], printed["ended"]) == ("rates", False, False)
+    assert [row["state"] for row in printed["trials"]] == ["complete", "waiting"]
     with keep_heartbeat(study):
-        found = json.loads(output_of(undula, "study", "status", study.url, "--json")[1])
-        assert found["driver_alive"]
-        assert [row["state"] for row in found["trials"]] == ["complete", "running"]
-        _, text = output_of(undula, "study", "status", study.url)
+        printed = json.loads(undula("study", "status", study.url, "--json").shown)
+        assert printed["driver_alive"]
+        assert [row["state"] for row in printed["trials"]] == ["complete", "running"]
+        text = undula("study", "status", study.url).shown
     assert "not running" not in text
     assert "rates: 1 of 2 trials" in text
 
@@ -90,25 +82,23 @@ def test_a_study_is_found_in_the_folder_of_the_runs(
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
-    assert output_of(undula, "study", "status", "rates")[0] == 2
-    status, text = output_of(undula, "study", "status", "rates", "--runs", str(tmp_path))
-    assert status == 0
-    assert "rates: 1 of 2 trials" in text
-    status, text = output_of(undula, "study", "report", "rates", "--runs", str(tmp_path))
-    assert status == 0
-    assert f"report: {study.url}/report/index.html" in text
-    _, text = output_of(undula, "study", "report", "rates", "--runs", str(tmp_path), "--json")
-    assert json.loads(text)["report"] == f"{study.url}/report/index.html"
+    assert undula("study", "status", "rates").status == 2
+    for command, part in (("status", "rates: 1 of 2 trials"), ("report", f"report: {study.url}/report/index.html")):
+        done = undula("study", command, "rates", "--runs", tmp_path)
+        assert done.status == 0
+        assert part in done.shown
+    printed = json.loads(undula("study", "report", "rates", "--runs", tmp_path, "--json").shown)
+    assert printed["report"] == f"{study.url}/report/index.html"
 
 
 def test_a_missing_study_is_reported_with_the_searched_folders(undula: Command) -> None:
-    status, text = output_of(undula, "study", "status", "none-such")
-    assert status == 2
-    assert "there is no study none-such in ~/undula/runs, and no folder none-such here" in text
+    done = undula("study", "status", "none-such")
+    assert done.status == 2
+    assert "there is no study none-such in ~/undula/runs, and no folder none-such here" in done.shown
 
 
 def test_an_unknown_command_is_refused_with_the_nearest_one(undula: Command) -> None:
-    status, text = output_of(undula, "study", "statsu", "rates")
-    assert status == 2
-    assert "there is no file statsu, and no such command of `undula study`: did you mean status?" in text
-    assert "give a study's YAML" in output_of(undula, "study", "nonsense")[1]
+    done = undula("study", "statsu", "rates")
+    assert done.status == 2
+    assert "there is no file statsu, and no such command of `undula study`: did you mean status?" in done.shown
+    assert "give a study's YAML" in undula("study", "nonsense").shown

@@ -90,7 +90,7 @@ def memory(mib: int) -> Facts:
 
 def workers_on(node: NodeFacts, count: int, free_gpus: float) -> Facts:
     busy = replace(node, num_workers=count, free_gpus=free_gpus)
-    return replace(HEALTHY, nodes=tuple(busy if each is node else each for each in HEALTHY.nodes))
+    return replace(HEALTHY, nodes=tuple(busy if other is node else other for other in HEALTHY.nodes))
 
 
 def gpu(problem: str, is_full: bool = False) -> Facts:
@@ -99,7 +99,7 @@ def gpu(problem: str, is_full: bool = False) -> Facts:
 
 def test_a_healthy_cluster_passes_every_check() -> None:
     results = judge(HEALTHY)
-    assert [(each.check, each.verdict) for each in results] == [(name, "pass") for name in CHECKS]
+    assert [(result.check, result.verdict) for result in results] == [(name, "pass") for name in CHECKS]
     figures = {
         "nodes": ["3 nodes", "workers fit on 2"],
         "token": ["401"],
@@ -113,8 +113,8 @@ def test_a_healthy_cluster_passes_every_check() -> None:
         "memory": ["8.0 GiB", "snapshots of 2.0 GiB"],
         "notices": ["3 nodes", "AWS (http://169.254.169.254)"],
     }
-    for each in results:
-        assert all(figure in each.message for figure in figures[each.check]), each
+    for result in results:
+        assert all(figure in result.message for figure in figures[result.check]), result
 
 
 @pytest.mark.parametrize(
@@ -170,12 +170,12 @@ def test_a_healthy_cluster_passes_every_check() -> None:
 def test_each_problem_is_reported_by_one_check_with_its_fix(
     facts: Facts, check: str, verdict: str, parts: list[str]
 ) -> None:
-    (found,) = [each for each in judge(facts) if each.check == check]
-    assert found.verdict == verdict
+    (reported,) = [result for result in judge(facts) if result.check == check]
+    assert reported.verdict == verdict
     for part in parts:
-        assert part in found.message
-    assert "; " in found.message, "a message has a problem and a fix"
-    assert {each.check for each in judge(facts) if each.verdict != "pass"} == {check}
+        assert part in reported.message
+    assert "; " in reported.message, "a message has a problem and a fix"
+    assert {result.check for result in judge(facts) if result.verdict != "pass"} == {check}
 
 
 @pytest.mark.parametrize(
@@ -191,15 +191,15 @@ def test_each_problem_is_reported_by_one_check_with_its_fix(
     ],
 )  # fmt: skip
 def test_missing_hardware_and_uncertain_measurements_pass(facts: Facts, check: str, message: str) -> None:
-    (found,) = [each for each in judge(facts) if each.check == check]
-    assert found.verdict == "pass"
-    assert message in found.message
+    (reported,) = [result for result in judge(facts) if result.check == check]
+    assert reported.verdict == "pass"
+    assert message in reported.message
 
 
 def test_no_fix_gives_containers_access_to_the_metadata() -> None:
     """With a higher hop limit, every pod and container would get the permissions of its machine."""
     unread = report_of(SPOT, notices=NoticeSource("AWS", problem="no answer within 2 s"))
-    messages = [each.message for each in judge(unread)]
+    messages = [result.message for result in judge(unread)]
     assert any("no answer within 2 s" in message for message in messages)
     assert not any("HopLimit" in message for message in messages)
 
@@ -235,12 +235,12 @@ def test_a_call_that_never_returns_is_abandoned() -> None:
 
 def test_nothing_passes_on_a_cluster_that_does_not_answer() -> None:
     facts = Facts("/runs", (SPOT,), unresponsive={SPOT.id: "no answer within 25 s"}, dashboard_status=200)
-    assert [(each.check, each.verdict) for each in judge(facts)] == [("nodes", "fail"), ("token", "fail")]
+    assert [(result.check, result.verdict) for result in judge(facts)] == [("nodes", "fail"), ("token", "fail")]
 
 
 def test_many_problems_of_a_kind_are_reported_in_few_lines() -> None:
     pairs = tuple(FailedConnection(SPOT.id, HEAD.id, "timed out") for _ in range(40))
-    lines = [each.message for each in judge(replace(HEALTHY, failed_connections=pairs)) if each.check == "ports"]
+    lines = [result.message for result in judge(replace(HEALTHY, failed_connections=pairs)) if result.check == "ports"]
     assert len(lines) == 4
     assert "36 more pairs" in lines[-1]
 

@@ -27,9 +27,9 @@ def head(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Head]:
     (tmp_path / "python").write_text(STAND_IN)
     (tmp_path / "python").chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
-    found = Head("10.0.0.1:6379", {}, limit_s=0.3)
-    yield found
-    found.close()
+    head = Head("10.0.0.1:6379", {}, limit_s=0.3)
+    yield head
+    head.close()
 
 
 @pytest.mark.parametrize("command", ["silent", "garbage"])

@@ -6,7 +6,6 @@ which Kubernetes defines, it has only the fields in use. The manifest was valida
 unknown keys refused. KubeRay supports group labels since 1.5, `authOptions.secretName` since 1.6, and the priority of a group since 1.7.
 """
 
-import copy
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -59,28 +58,27 @@ FIELDS = {"apiVersion": str, "kind": str, "metadata": {"name!": str}, "spec": JO
 
 @pytest.fixture
 def manifest() -> dict[str, Any]:
-    found = yaml.safe_load((ROOT / "docs" / "kuberay-rayjob.yaml").read_text())
-    return copy.deepcopy(found)  # type: ignore[no-any-return]
+    return yaml.safe_load((ROOT / "docs" / "kuberay-rayjob.yaml").read_text())  # type: ignore[no-any-return]
 
 
-def wrong(found: Any, form: Any, path: str = "") -> Iterator[str]:
+def wrong(value: Any, form: Any, path: str = "") -> Iterator[str]:
     if isinstance(form, list):
-        for place, each in enumerate(found):
-            yield from wrong(each, form[0], f"{path}[{place}]")
+        for place, item in enumerate(value):
+            yield from wrong(item, form[0], f"{path}[{place}]")
     elif isinstance(form, Mapping) and str not in form:
-        fields = {name.removesuffix("!"): each for name, each in form.items()}
+        fields = {name.removesuffix("!"): field for name, field in form.items()}
         for name in form:
-            if name.endswith("!") and name.removesuffix("!") not in found:
+            if name.endswith("!") and name.removesuffix("!") not in value:
                 yield f"{path}.{name.removesuffix('!')} is missing"
-        for name, each in found.items():
+        for name, item in value.items():
             if name not in fields:
                 yield f"{path}.{name} is unknown"
             else:
-                yield from wrong(each, fields[name], f"{path}.{name}")
+                yield from wrong(item, fields[name], f"{path}.{name}")
     elif isinstance(form, Mapping):
-        yield from (f"{path}.{name} is not text" for name, each in found.items() if not isinstance(each, str))
-    elif type(found) is not form:
-        yield f"{path} is {type(found).__name__}"
+        yield from (f"{path}.{name} is not text" for name, item in value.items() if not isinstance(item, str))
+    elif type(value) is not form:
+        yield f"{path} is {type(value).__name__}"
 
 
 def test_every_field_exists_in_kuberay(manifest: dict[str, Any]) -> None:
@@ -89,9 +87,9 @@ def test_every_field_exists_in_kuberay(manifest: dict[str, Any]) -> None:
     group = manifest["spec"]["rayClusterSpec"]["workerGroupSpecs"][0]
     group["maxReplica"] = group.pop("maxReplicas")
     group["rayStartParams"]["num-cpus"] = 4
-    found = list(wrong(manifest, FIELDS))
+    problems = list(wrong(manifest, FIELDS))
     place = ".spec.rayClusterSpec.workerGroupSpecs[0]"
-    assert set(found) == {
+    assert set(problems) == {
         f"{place}.maxReplicas is missing",
         f"{place}.maxReplica is unknown",
         f"{place}.rayStartParams.num-cpus is not text",
@@ -105,13 +103,13 @@ def test_rays_autoscaler_reads_the_groups_with_their_labels_and_priorities(manif
     types = _derive_autoscaling_config_from_ray_cr(cluster)["available_node_types"]
     head = types.pop("headgroup")
     assert (head["resources"]["CPU"], head["max_workers"]) == (0, 0)
-    markets = {name: each["labels"]["undula.io/market"] for name, each in types.items()}
+    markets = {name: node_type["labels"]["undula.io/market"] for name, node_type in types.items()}
     assert markets == {"spot-g6-xlarge": "spot", "spot-g5-xlarge": "spot", "on-demand-g6-xlarge": "on-demand"}
-    for name, each in types.items():
-        assert each["resources"]["GPU"] == 1
-        assert each["min_workers"] == 0 < each["max_workers"]
-        assert name.endswith(each["labels"]["undula.io/machine"].replace(".", "-"))
-        assert each["labels"]["undula.io/type"] == name
+    for name, node_type in types.items():
+        assert node_type["resources"]["GPU"] == 1
+        assert node_type["min_workers"] == 0 < node_type["max_workers"]
+        assert name.endswith(node_type["labels"]["undula.io/machine"].replace(".", "-"))
+        assert node_type["labels"]["undula.io/type"] == name
     by_priority = sorted(types, key=lambda name: types[name]["priority"])
     assert by_priority[0] == "on-demand-g6-xlarge"
 

@@ -212,9 +212,9 @@ def test_a_pending_notice_keeps_its_deadline_and_the_source_is_not_polled(server
 def test_a_notice_that_is_withdrawn_before_ray_accepts_it_is_not_passed_on(tmp_path: Path) -> None:
     class Withdrawn(File):
         def poll(self) -> Notice | None:
-            found = super().poll()
+            notice = super().poll()
             (tmp_path / "notice").unlink(missing_ok=True)
-            return found
+            return notice
 
     (tmp_path / "notice").touch()
     watched = Watched(Withdrawn(tmp_path / "notice"), polls=3, refusals=1)

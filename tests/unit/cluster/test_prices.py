@@ -53,11 +53,11 @@ def test_the_shipped_lists_have_known_prices() -> None:
         "a2-highgpu-1g": 3.673385,
     }
     assert {machine: hourly(prices, machine, "on-demand") for machine in known} == known
-    for each in prices.lists:
-        assert re.fullmatch(r"20\d\d(-\d\d){0,2}", each.date)
-        assert each.source
-        assert each.regions
-        for machine, spot in each.spot.items():
+    for listed in prices.lists:
+        assert re.fullmatch(r"20\d\d(-\d\d){0,2}", listed.date)
+        assert listed.source
+        assert listed.regions
+        for machine, spot in listed.spot.items():
             assert 0 < spot < (hourly(prices, machine, "on-demand") or 0)
 
 
@@ -169,7 +169,7 @@ class Ec2:
                 "<Response><Errors><Error><Code>UnauthorizedOperation</Code><Message>You are not authorized.</Message></Error></Errors>"
                 "<RequestID>0</RequestID></Response>"
             )
-        wanted = [each for name, each in query.items() if name.startswith("InstanceType.")]
+        wanted = [value for name, value in query.items() if name.startswith("InstanceType.")]
         rows = [row for row in self.rows if row[0] in wanted]
         place = int(query.get("NextToken") or 0)
         items = "".join(
@@ -221,9 +221,10 @@ def ec2(monkeypatch: pytest.MonkeyPatch) -> Iterator[Ec2]:
 
 def group(*machines: Machine, time: float = BEGAN) -> GroupEvent:
     labels = [
-        {"machine": each.type, "market": each.market, "region": each.region, "zone": each.zone} for each in machines
+        {"machine": machine.type, "market": machine.market, "region": machine.region, "zone": machine.zone}
+        for machine in machines
     ]
-    places: Any = [{name: value for name, value in each.items() if value} for each in labels]
+    places: Any = [{name: value for name, value in place.items() if value} for place in labels]
     return GroupEvent(tuple(places), time=time)
 
 
@@ -304,5 +305,5 @@ def test_the_region_of_a_zone_is_known(
 
 def test_the_answer_of_motos_server_is_read(s3: object) -> None:
     """Moto has one price for all types, from 2006."""
-    found = spot_history("us-west-2", {G6_A, Machine("m9.huge", "spot", "us-west-2")}, BEGAN, BEGAN + 3600)
-    assert found == {G6_A: pytest.approx(1e-5)}
+    seen = spot_history("us-west-2", {G6_A, Machine("m9.huge", "spot", "us-west-2")}, BEGAN, BEGAN + 3600)
+    assert seen == {G6_A: pytest.approx(1e-5)}

@@ -15,8 +15,8 @@ def test_variables_come_from_the_command_line_the_environment_and_files(
 ) -> None:
     (tmp_path / "a.env").write_text("# comment\n\nA=1\nexport B = 'two words' \nC=x=y#z\nD=\n")
     monkeypatch.setenv("HF_TOKEN", "t")
-    found = job_environment(["A=2", "E=a=b"], ["HF_TOKEN"], [tmp_path / "a.env"])
-    assert found == {"A": "2", "B": "two words", "C": "x=y#z", "D": "", "E": "a=b", "HF_TOKEN": "t"}
+    variables = job_environment(["A=2", "E=a=b"], ["HF_TOKEN"], [tmp_path / "a.env"])
+    assert variables == {"A": "2", "B": "two words", "C": "x=y#z", "D": "", "E": "a=b", "HF_TOKEN": "t"}
 
 
 @pytest.mark.parametrize(

@@ -144,11 +144,7 @@ def test_printed_spec_loads_as_the_same_spec(load: Load, file: Path) -> None:
         ("1: 2\n", (), "job.yaml:4: unknown key 1: known keys: "),
         ("plan: {seed: x}\n", (), 'job.yaml:4: plan.seed is "x": it should be a valid integer'),
         ("stop: {patience: 3}\n", (), "job.yaml:4: stop needs validations, but data.validation is missing; set it, or"),
-        (
-            "checkpoint: {keep_best: {}}\n",
-            (),
-            "job.yaml:4: checkpoint.keep_best needs validations, but data.validation",
-        ),
+        ("checkpoint: {keep_best: {}}\n", (), "job.yaml:4: checkpoint.keep_best needs validations, but data.validation"),
         ("plan: {seed: 1.0}\n", (), "job.yaml:4: plan.seed is 1.0: it should be a valid integer"),
         ("plan: {seed: '1'}\n", (), 'job.yaml:4: plan.seed is "1": it should be a valid integer'),
         ("plan: {seed: true}\n", (), "job.yaml:4: plan.seed is true: it should be a valid integer"),
@@ -160,120 +156,55 @@ def test_printed_spec_loads_as_the_same_spec(load: Load, file: Path) -> None:
         ("", ("schedule.base_lr=0",), "command line: schedule.base_lr is 0: it should be greater than 0"),
         ("", ("schedule.base_lr=.nan",), "command line: schedule.base_lr is NaN: it should be "),
         ("engine: gloo\n", (), "job.yaml:4: engine is \"gloo\": it should be 'torch'"),
-        (
-            "plan: {shuffle: all}\n",
-            (),
-            "job.yaml:4: plan.shuffle is \"all\": it should be 'none', 'row_groups' or 'window'",
-        ),
+        ("plan: {shuffle: all}\n", (), "job.yaml:4: plan.shuffle is \"all\": it should be 'none', 'row_groups' or 'window'"),
         ("", ("name=a/b",), 'command line: name is "a/b": it should match pattern'),
         ("", ("name=..",), 'command line: name is "..": it should match pattern'),
         ("runs: ''\n", (), 'job.yaml:4: runs is "": '),
         ("", ("data.columns=text",), 'command line: data.columns is "text": it should be '),
-        (
-            "plan:\n  global_batch: 10\n",
-            (),
-            "job.yaml:5: plan.global_batch is 10, which is not a multiple of virtual_workers (4); set it to 8 or 12",
-        ),
-        (
-            "",
-            ("plan.global_batch=10",),
-            "command line: plan.global_batch is 10, which is not a multiple of virtual_workers (4)",
-        ),
-        (
-            "",
-            ("workers.min=3",),
-            "command line: workers.min is 3, which is larger than max (1); lower min or raise max",
-        ),
+        ("plan:\n  global_batch: 10\n", (),
+         "job.yaml:5: plan.global_batch is 10, which is not a multiple of virtual_workers (4); set it to 8 or 12"),
+        ("", ("plan.global_batch=10",), "command line: plan.global_batch is 10, which is not a multiple of virtual_workers (4)"),
+        ("", ("workers.min=3",), "command line: workers.min is 3, which is larger than max (1); lower min or raise max"),
         ("workers: {max: 5}\n", (), "job.yaml:4: workers.max is 5, more than plan.virtual_workers (4), and"),
-        (
-            "schedule: {decay: step}\n",
-            (),
-            "job.yaml:4: schedule.decay_at is missing, but decay=step needs it; set it to fractions of the run, such as [0.5, 0.75]",
-        ),
-        (
-            "schedule: {warmup_samples: 5}\n",
-            ("schedule.warmup_epochs=1",),
-            "command line: schedule.warmup_epochs and warmup_samples both set the length of the warmup; remove one of them",
-        ),
-        (
-            "schedule: {batch_rule: surge, base_batch: 32}\n",
-            ("plan.virtual_workers=1",),
-            "job.yaml:4: schedule.batch_rule=surge needs at least two micro-batches per step, but a step has one; raise "
-            "plan.virtual_workers or lower plan.micro_batch",
-        ),
-        (
-            "gradient: {noise_every_steps: 5, reduce: adasum}\n",
-            (),
-            "job.yaml:4: gradient.noise_every_steps, or a schedule.batch_rule that measures noise, cannot be combined with "
-            "gradient.reduce=adasum; remove one of them",
-        ),
-        (
-            "gradient: {reduce: adasum}\ndeterministic: true\n",
-            (),
-            "job.yaml:4: gradient.reduce=adasum cannot be combined with deterministic=true; remove one of them",
-        ),
-        (
-            "deterministic: true\n",
-            ("gradient.compression=fp16",),
-            "command line: gradient.compression=fp16 cannot be combined with deterministic=true; remove one of them",
-        ),
-        (
-            "gradient:\n  reduce: adasum\n  compression: fp16\n",
-            (),
-            "job.yaml:6: gradient.compression=fp16 cannot be combined with gradient.reduce=adasum; remove one of them",
-        ),
-        (
-            "precision: {compute: fp16, loss_scale: 1000}\n",
-            (),
-            "job.yaml:4: precision.loss_scale is 1000, which is not a power of two, so that scaling would round the gradients; set it to "
-            "1024 or to dynamic",
-        ),
-        (
-            "precision: {compute: bf16}\n",
-            ("precision.loss_scale=1024",),
-            "command line: precision.loss_scale is 1024, but compute is bf16, and only compute=fp16 scales the loss; remove loss_scale",
-        ),
-        (
-            "precision:\n  compute: fp8\n",
-            (),
-            "job.yaml:5: precision.compute is \"fp8\": it should be 'fp32', 'bf16' or 'fp16'",
-        ),
+        ("schedule: {decay: step}\n", (),
+         "job.yaml:4: schedule.decay_at is missing, but decay=step needs it; set it to fractions of the run, such as [0.5, 0.75]"),
+        ("schedule: {warmup_samples: 5}\n", ("schedule.warmup_epochs=1",),
+         "command line: schedule.warmup_epochs and warmup_samples both set the length of the warmup; remove one of them"),
+        ("schedule: {batch_rule: surge, base_batch: 32}\n", ("plan.virtual_workers=1",),
+         "job.yaml:4: schedule.batch_rule=surge needs at least two micro-batches per step, but a step has one; raise "
+         "plan.virtual_workers or lower plan.micro_batch"),
+        ("gradient: {noise_every_steps: 5, reduce: adasum}\n", (),
+         "job.yaml:4: gradient.noise_every_steps, or a schedule.batch_rule that measures noise, cannot be combined with "
+         "gradient.reduce=adasum; remove one of them"),
+        ("gradient: {reduce: adasum}\ndeterministic: true\n", (),
+         "job.yaml:4: gradient.reduce=adasum cannot be combined with deterministic=true; remove one of them"),
+        ("deterministic: true\n", ("gradient.compression=fp16",),
+         "command line: gradient.compression=fp16 cannot be combined with deterministic=true; remove one of them"),
+        ("gradient:\n  reduce: adasum\n  compression: fp16\n", (),
+         "job.yaml:6: gradient.compression=fp16 cannot be combined with gradient.reduce=adasum; remove one of them"),
+        ("precision: {compute: fp16, loss_scale: 1000}\n", (),
+         "job.yaml:4: precision.loss_scale is 1000, which is not a power of two, so that scaling would round the gradients; set it to "
+         "1024 or to dynamic"),
+        ("precision: {compute: bf16}\n", ("precision.loss_scale=1024",),
+         "command line: precision.loss_scale is 1024, but compute is bf16, and only compute=fp16 scales the loss; remove loss_scale"),
+        ("precision:\n  compute: fp8\n", (), "job.yaml:5: precision.compute is \"fp8\": it should be 'fp32', 'bf16' or 'fp16'"),
         ("", ("precision.loss_scale=auto",), 'command line: precision.loss_scale is "auto": it should be '),
-        (
-            "precision: {compute: fp16}\n",
-            ("gradient.compression=fp16",),
-            "command line: gradient.compression=fp16 cannot be combined with precision.compute=fp16, because sums of gradients that "
-            "contain the loss scale would exceed the range of fp16; set gradient.compression=none or precision.compute=bf16",
-        ),
-        (
-            "activations: {keep: selective, offload: true}\n",
-            (),
-            "job.yaml:4: activations.offload=true cannot be combined with keep=selective, which keeps results of operations on the device; "
-            "set keep to all, none or sqrt",
-        ),
-        (
-            "activations: {units: [blocks.*]}\n",
-            (),
-            "job.yaml:4: activations.units has no effect if everything is kept; set keep or offload, or remove units",
-        ),
+        ("precision: {compute: fp16}\n", ("gradient.compression=fp16",),
+         "command line: gradient.compression=fp16 cannot be combined with precision.compute=fp16, because sums of gradients that "
+         "contain the loss scale would exceed the range of fp16; set gradient.compression=none or precision.compute=bf16"),
+        ("activations: {keep: selective, offload: true}\n", (),
+         "job.yaml:4: activations.offload=true cannot be combined with keep=selective, which keeps results of operations on the device; "
+         "set keep to all, none or sqrt"),
+        ("activations: {units: [blocks.*]}\n", (),
+         "job.yaml:4: activations.units has no effect if everything is kept; set keep or offload, or remove units"),
         ("", ("activations.keep=every_0",), 'command line: activations.keep is "every_0": it should match pattern'),
-        (
-            "activations: {keep: selective}\n",
-            ("compile=true",),
-            "job.yaml:4: activations.keep=selective cannot be combined with compile=true, which leaves no single operations to keep; set "
-            "activations.keep=none, or remove one of them",
-        ),
-        (
-            "config: {day: 2024-01-01}\n",
-            (),
-            "job.yaml:4: config.day is not text, a number, a list or a mapping; quote it",
-        ),
-        (
-            "",
-            ("plan.batch_size=8",),
-            "command line: unknown key plan.batch_size: set plan.global_batch, the samples of a step on all workers, and "
-            "plan.micro_batch, those that a worker computes at once",
-        ),
+        ("activations: {keep: selective}\n", ("compile=true",),
+         "job.yaml:4: activations.keep=selective cannot be combined with compile=true, which leaves no single operations to keep; set "
+         "activations.keep=none, or remove one of them"),
+        ("config: {day: 2024-01-01}\n", (), "job.yaml:4: config.day is not text, a number, a list or a mapping; quote it"),
+        ("", ("plan.batch_size=8",),
+         "command line: unknown key plan.batch_size: set plan.global_batch, the samples of a step on all workers, and "
+         "plan.micro_batch, those that a worker computes at once"),
         ("batch_size: 8\n", (), "job.yaml:4: unknown key batch_size: set plan.global_batch, "),
         ("", ("plan.seed",), "command line: 'plan.seed' is not an override; write key.sub=value"),
         ("", ("=1",), "command line: '=1' is not an override; write key.sub=value"),
@@ -282,7 +213,7 @@ def test_printed_spec_loads_as_the_same_spec(load: Load, file: Path) -> None:
         ("", ("plan.seed=[",), "command line: the value of plan.seed is not YAML: '['"),
         ("", ("name.first=1",), "command line: name.first cannot be set: name is 'job'"),
     ],
-)
+)  # fmt: skip
 def test_each_mistake_is_refused_in_one_sentence(
     refused: Refused, more: str, overrides: tuple[str, ...], sentence: str
 ) -> None:
@@ -293,18 +224,10 @@ def test_each_mistake_is_refused_in_one_sentence(
     ("text", "sentence"),
     [
         ("data: {train: /x}\n", "job.yaml: name is missing; add it"),
-        (
-            "name: job\ndata: {train: /x, mix: [{url: /y, weight: 1}, {url: /z, weight: 1}]}\n",
-            "job.yaml:2: data.train and data.mix are both set; set one of them",
-        ),
-        (
-            "name: job\ndata: {validation: /x}\n",
-            "job.yaml:2: data.validation is set, but data.train and data.mix are missing; ",
-        ),
-        (
-            "name: job\ndata: {columns: [x]}\n",
-            "job.yaml:2: data.columns is set, but data.train and data.mix are missing; ",
-        ),
+        ("name: job\ndata: {train: /x, mix: [{url: /y, weight: 1}, {url: /z, weight: 1}]}\n",
+         "job.yaml:2: data.train and data.mix are both set; set one of them"),
+        ("name: job\ndata: {validation: /x}\n", "job.yaml:2: data.validation is set, but data.train and data.mix are missing; "),
+        ("name: job\ndata: {columns: [x]}\n", "job.yaml:2: data.columns is set, but data.train and data.mix are missing; "),
         ("- name: job\n", "job.yaml holds list: a job's YAML is a mapping"),
         ("", "job.yaml is empty: a job's YAML is a mapping"),
         ("a: b: c\n", "job.yaml is not YAML: "),
@@ -312,7 +235,7 @@ def test_each_mistake_is_refused_in_one_sentence(
         ("name: !!python/object/apply:os.getcwd []\n", "job.yaml is not YAML: "),
         ("? [a, b]\n: c\n", "job.yaml is not YAML: "),
     ],
-)
+)  # fmt: skip
 def test_a_file_that_is_not_a_job_is_refused(refused: Refused, text: str, sentence: str) -> None:
     assert refused(text).startswith(sentence)
 

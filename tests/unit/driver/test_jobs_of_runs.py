@@ -44,8 +44,8 @@ class Api:
     def get_job_info(self, job: str) -> JobDetails:
         if self.is_silent:
             raise requests.exceptions.ReadTimeout("Read timed out.")
-        if found := [each for each in self.jobs if each.submission_id == job]:
-            return found[0]
+        if known := [own for own in self.jobs if own.submission_id == job]:
+            return known[0]
         raise RuntimeError(f"Request failed with status code 404: Job {job} does not exist.")
 
     def submit_job(self, submission_id: str, metadata: dict[str, str], **_: Any) -> str:
@@ -65,7 +65,7 @@ def home(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 
 def ids(api: Api, run: str, runs: str | None = None) -> list[str | None]:
-    return [each.submission_id for each in submit.jobs_of(api, run, runs)]  # type: ignore[arg-type]
+    return [job.submission_id for job in submit.jobs_of(api, run, runs)]  # type: ignore[arg-type]
 
 
 def test_a_name_means_only_the_run_of_the_folder() -> None:
@@ -130,5 +130,5 @@ def test_a_job_is_submitted_again_while_the_head_is_not_ready() -> None:
     error = "Request failed with status code 500: No available agent to submit job, please try again later.."
     api = Api([], iter([RuntimeError(error), RuntimeError(error), None]))
     started(api)
-    assert [each.submission_id for each in api.jobs] == ["raysubmit_1"]
+    assert [job.submission_id for job in api.jobs] == ["raysubmit_1"]
     assert len(api.posted) == 3

@@ -76,7 +76,11 @@ def test_the_certificate_says_whether_the_content_was_checked(tmp_path: Path) ->
         prepared = prepare(job(tmp_path), trains_on(dataset), fresh=True)
         record_job(job(tmp_path), prepared.plan, prepared.store, prepared.script_data)
         run = read_run(prepared.store)
-        sentences = [each for each in certify(run, data_of(run)).not_proved if "the dataset has no fingerprint" in each]
+        sentences = [
+            sentence
+            for sentence in certify(run, data_of(run)).not_proved
+            if "the dataset has no fingerprint" in sentence
+        ]
         assert len(sentences) == (not is_checked)
 
 

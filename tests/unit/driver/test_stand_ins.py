@@ -80,10 +80,10 @@ def runs(loaded: LoadedSpec, job: Job) -> Iterator[list[Run]]:
     probes: list[Run] = []
     script_facts(probes.append, loaded, 48)
     with local_world(CPU):
-        found = [cpu_run(job), Run(RehearsalSession(job, CPU, WorkerState())), *probes]
-        yield found
-        for each in found:
-            each.free()
+        runs = [cpu_run(job), Run(RehearsalSession(job, CPU, WorkerState())), *probes]
+        yield runs
+        for run in runs:
+            run.free()
 
 
 def members(one: object) -> set[str]:
@@ -128,10 +128,10 @@ def seen_in_a_step(run: Run) -> list[dict[str, Any]]:
     steps = run.steps()
     step = next(steps)
     names = members(step)
-    found = [values(step, names)]
+    seen = [values(step, names)]
     returned = {"load": len(step.load()), "total": step.total(3)}
     for batch in step.batches():
-        found.append(values(step, names))
+        seen.append(values(step, names))
         step.backward((model(batch["x"][:, None] / 48) + 1).square().mean())
         model.zero_grad()
         step.keep_gradients()
@@ -140,27 +140,30 @@ def seen_in_a_step(run: Run) -> list[dict[str, Any]]:
     assert all(parameter.grad is not None for parameter in model.parameters())
     step.update()
     assert all(parameter.grad is None for parameter in model.parameters())
-    found.append(values(step, names))
+    seen.append(values(step, names))
     for name in BETWEEN_STEPS:
         BEFORE_THE_MODEL[name](run)
     with pytest.raises((LeaveGroup, StopIteration)):
         next(steps)
-    return [*found, returned]
+    return [*seen, returned]
 
 
 def test_each_member_of_a_step_has_values_of_the_same_type_in_a_rehearsal(runs: list[Run]) -> None:
     real, rehearsed = (seen_in_a_step(run) for run in runs[:2])
     types = [
-        {json.dumps({name: type(value).__name__ for name, value in each.items()}, sort_keys=True) for each in found}
-        for found in (real, rehearsed)
+        {
+            json.dumps({name: type(value).__name__ for name, value in members.items()}, sort_keys=True)
+            for members in seen
+        }
+        for seen in (real, rehearsed)
     ]
     assert types[0] == types[1]
 
 
 def told_by_rehearsal(train: Callable[[Run], None], job: Job) -> list[Message]:
-    found: list[Message] = []
-    rehearse(train, job, CPU, found.append)
-    return found
+    messages: list[Message] = []
+    rehearse(train, job, CPU, messages.append)
+    return messages
 
 
 def test_a_script_that_fails_in_a_rehearsal_is_told_once_for_all_workers(job: Job, tmp_path: Path) -> None:
@@ -171,8 +174,8 @@ def test_a_script_that_fails_in_a_rehearsal_is_told_once_for_all_workers(job: Jo
         raise SystemExit("no GPU")
 
     hub = Hub(Store(str(tmp_path / "run")))
-    for each in (train, train, ends):
-        for message in told_by_rehearsal(each, job):
+    for script in (train, train, ends):
+        for message in told_by_rehearsal(script, job):
             hub.publish(message)
     (event,) = hub.read(0)[1]
     assert isinstance(event, RehearsalEvent)

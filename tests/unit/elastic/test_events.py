@@ -103,11 +103,11 @@ def test_a_waiting_event_has_the_machines_of_the_ready_workers() -> None:
     assert waiting.job == later.job
     assert waiting.job != ControllerEvents(received.append, NEEDS, node_table)._job
     assert waiting.ready == 2
-    assert [(each.get("machine"), each.get("share")) for each in waiting.workers] == [
+    assert [(place.get("machine"), place.get("share")) for place in waiting.workers] == [
         ("g6.xlarge", 1 / 8),
         (None, None),
     ]
-    assert [(each["node"], each["pid"]) for each in waiting.workers] == [("spot", 1), ("bare", 2)]
+    assert [(place["node"], place["pid"]) for place in waiting.workers] == [("spot", 1), ("bare", 2)]
     assert crash == lost
 
 

@@ -138,26 +138,14 @@ def test_a_failure_is_reported_with_its_exception_and_the_users_line() -> None:
 @pytest.mark.parametrize(
     ("error", "words"),
     [
-        (
-            raised(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")),
-            "out of memory: OutOfMemoryError: CUDA",
-        ),
+        (raised(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")), "out of memory: OutOfMemoryError: CUDA"),
         (raised(MemoryError("Unable to allocate 2 GiB")), "out of memory: MemoryError: Unable to allocate 2 GiB"),
-        (
-            RayError("Worker exit type: NODE_OUT_OF_MEMORY Worker exit detail: Task was killed"),
-            "out of memory: Ray ended the",
-        ),
-        (
-            OutOfMemoryError("Task was killed due to the node running low on memory."),
-            "out of memory: Ray ended the process",
-        ),
+        (RayError("Worker exit type: NODE_OUT_OF_MEMORY Worker exit detail: Task was killed"), "out of memory: Ray ended the"),
+        (OutOfMemoryError("Task was killed due to the node running low on memory."), "out of memory: Ray ended the process"),
         (RayError("The actor died because its node has died. Node Id: 12"), "its node was lost"),
-        (
-            RayError("The actor is dead because its worker process has died. Worker exit type: SYSTEM_ERROR"),
-            "its process crashed",
-        ),
+        (RayError("The actor is dead because its worker process has died. Worker exit type: SYSTEM_ERROR"), "its process crashed"),
     ],
-)
+)  # fmt: skip
 def test_the_reason_why_a_worker_was_lost_is_named(error: Exception, words: str) -> None:
     assert summary(failed(error)).startswith(f"rank 0: {words}")
 

@@ -163,12 +163,12 @@ def test_cublas_is_deterministic_before_a_worker_multiplies_for_the_first_time(
     monkeypatch.setattr(worker, "open_data", lambda job: None)
     threads = torch.get_num_threads()
     try:
-        (found,) = prepared(partial(prepare_worker, job(deterministic), lambda message: None))
+        (computed,) = prepared(partial(prepare_worker, job(deterministic), lambda message: None))
     finally:
         torch.use_deterministic_algorithms(False)
         torch.set_num_threads(threads)
         os.environ.pop("CUBLAS_WORKSPACE_CONFIG", None)
-    assert found == ((":4096:8", True) if deterministic else (None, False))
+    assert computed == ((":4096:8", True) if deterministic else (None, False))
 
 
 def test_a_worker_that_cannot_train_names_its_node(monkeypatch: Patch, prepared: Any) -> None:
@@ -195,43 +195,43 @@ def pool(monkeypatch: Patch) -> Callable[[Exception], WorkerPool]:
 
     def made(error: Exception, **fields: Any) -> WorkerPool:
         unused: Any = None
-        found = WorkerPool(unused, None, {"GPU": 1.0}, {}, fleet=unused, on_event=lambda event: None, **fields)
+        pool = WorkerPool(unused, None, {"GPU": 1.0}, {}, fleet=unused, on_event=lambda event: None, **fields)
         member = PooledWorker(SimpleNamespace(_actor_id=b"a"), "bad", "answer", 0.0)
-        found.workers[member.id] = member
+        pool.workers[member.id] = member
         monkeypatch.setattr(ray, "wait", lambda answers, **_: (answers, []))
         monkeypatch.setattr(ray, "get", raised(error))
         monkeypatch.setattr(ray, "kill", lambda actor: None)
-        return found
+        return pool
 
     return made
 
 
 def test_a_node_that_cannot_train_ends_the_start_without_a_second_attempt(pool: Any, monkeypatch: Patch) -> None:
-    found = pool(ClusterError("node 10.0.0.2: install torch"))
-    found._collect_prepared()
-    assert found._tried["bad"] == float("inf")  # no worker is started there again
+    workers = pool(ClusterError("node 10.0.0.2: install torch"))
+    workers._collect_prepared()
+    assert workers._tried["bad"] == float("inf")  # no worker is started there again
     monkeypatch.setattr(WorkerPool, "tick", lambda self: None)
-    policy = PoolPolicy(ScalingConfig(num_workers=1), "auto", None, found, lambda event: None)
+    policy = PoolPolicy(ScalingConfig(num_workers=1), "auto", None, workers, lambda event: None)
     with pytest.raises(ClusterError, match="install torch"):
         policy.make_decision_for_non_running_worker_group()
 
 
 def test_a_run_goes_on_without_a_node_that_cannot_train(pool: Any) -> None:
     events: list[Any] = []
-    found = pool(ClusterError("node 10.0.0.2: install torch"), trained_on={"good"})
-    found.on_event = events.append
-    found._collect_prepared()
-    assert found._tried["bad"] == float("inf")
-    assert [(each.code, each.detail) for each in events] == [("node_refused", "node 10.0.0.2: install torch")]
+    workers = pool(ClusterError("node 10.0.0.2: install torch"), trained_on={"good"})
+    workers.on_event = events.append
+    workers._collect_prepared()
+    assert workers._tried["bad"] == float("inf")
+    assert [(event.code, event.detail) for event in events] == [("node_refused", "node 10.0.0.2: install torch")]
     assert "continues without that node: node 10.0.0.2: install torch." in events[0].message
 
 
 @pytest.mark.parametrize("error", [StorageError("away"), ImportError("no module")])
 def test_another_failure_is_tried_again(pool: Any, error: Exception) -> None:
-    found = pool(error)
-    found._collect_prepared()
-    assert found.refusal is None
-    assert found._tried["bad"] < float("inf")
+    workers = pool(error)
+    workers._collect_prepared()
+    assert workers.refusal is None
+    assert workers._tried["bad"] < float("inf")
 
 
 def test_the_refusal_of_a_start_reaches_the_user_as_it_is() -> None:
@@ -279,9 +279,9 @@ def test_the_node_types_are_those_of_the_clusters_own_autoscaler(monkeypatch: Pa
         (tmp_path / f"{name}.yaml").write_text(f"available_node_types: {{{name}: {{resources: {{GPU: 1}}}}}}")
         options[name] = (f"--logs-dir=/tmp/ray/{name}/logs", f"--autoscaling-config={tmp_path}/{name}.yaml")
     with autoscaler(*options["other"]), autoscaler(*options["ours"]), autoscaler("--logs-dir=/tmp/ray/bare/logs"):
-        found = autoscaling_config("ours")
-        assert found is not None
-        assert list(found["available_node_types"]) == ["ours"]
+        config = autoscaling_config("ours")
+        assert config is not None
+        assert list(config["available_node_types"]) == ["ours"]
         assert autoscaling_config("bare") is None
     assert autoscaling_config("ours") is None
 

@@ -32,11 +32,13 @@ def _with_a_former_rank(rank: int, world_size: int, former: int, by_rank: list[d
     gradients = [torch.full((MIB_OF_FLOATS // 4,), float(number)) for number in range(12)]
     for _ in range(3):
         dist.barrier()
-        handles = [hvd.allreduce_async_(each, op=hvd.Sum, name=str(number)) for number, each in enumerate(gradients)]
+        handles = [
+            hvd.allreduce_async_(gradient, op=hvd.Sum, name=str(number)) for number, gradient in enumerate(gradients)
+        ]
         for handle in handles:
             hvd.synchronize(handle)
     hvd.shutdown()
-    return [float(each.mean()) for each in gradients]
+    return [float(gradient.mean()) for gradient in gradients]
 
 
 @pytest.mark.parametrize(("former", "fields"), [(0, {}), (1, {}), (0, {"fusion_threshold_mib": 2})])
@@ -44,8 +46,8 @@ def test_a_process_from_an_earlier_group_fuses_the_same_tensors_as_a_new_one(
     former: int, fields: dict[str, Any]
 ) -> None:
     with meeting_place() as server:
-        found = on_ranks(2, _with_a_former_rank, former, rank_variables(server, 2, HorovodSpec(**fields)))
-    assert found == [[8.0 * number for number in range(12)]] * 2
+        sums = on_ranks(2, _with_a_former_rank, former, rank_variables(server, 2, HorovodSpec(**fields)))
+    assert sums == [[8.0 * number for number in range(12)]] * 2
 
 
 def _late(rank: int, world_size: int, by_rank: list[dict[str, str]], limit_s: float) -> list[float]:
@@ -56,9 +58,9 @@ def _late(rank: int, world_size: int, by_rank: list[dict[str, str]], limit_s: fl
     until = time.monotonic() + (2.5 * limit_s if rank == 0 else 0.0)
     while time.monotonic() < until:
         torch.rand(100).sum()
-    found = hvd.allreduce(torch.ones(2), op=hvd.Sum)
+    total = hvd.allreduce(torch.ones(2), op=hvd.Sum)
     hvd.shutdown()
-    return [float(each) for each in found]
+    return [float(value) for value in total]
 
 
 def test_horovod_waits_for_a_rank_that_computes_for_longer_than_its_timeout() -> None:
@@ -72,19 +74,19 @@ def _new_connections(rank: int, world_size: int, by_rank: list[dict[str, str]]) 
     import horovod.torch as hvd
 
     def addresses() -> list[str]:
-        found = psutil.Process().net_connections("tcp")
-        return [each.laddr.ip for each in found if each.status == psutil.CONN_ESTABLISHED]
+        connections = psutil.Process().net_connections("tcp")
+        return [connection.laddr.ip for connection in connections if connection.status == psutil.CONN_ESTABLISHED]
 
     state = WorkerState()
     before = addresses()
     begin(by_rank[rank], state)
     hvd.allreduce(torch.ones(1), name="one")
-    found = addresses()
+    new = addresses()
     dist.barrier()  # otherwise another rank may close its end of them
     hvd.shutdown()
     for address in before:
-        found.remove(address)
-    return found
+        new.remove(address)
+    return new
 
 
 def test_gradients_use_the_requested_network_interface() -> None:
@@ -94,10 +96,10 @@ def test_gradients_use_the_requested_network_interface() -> None:
         pytest.skip("this machine has only a loopback interface")
     name, address = next(iter(outer.items()))
     with meeting_place() as server:
-        by_rank = [{**each, "HOROVOD_GLOO_IFACE": name} for each in rank_variables(server, 2, HorovodSpec())]
-        found = on_ranks(2, _new_connections, by_rank)
-    assert all(found)
-    assert {each.removeprefix("::ffff:") for end in found for each in end} == {address}
+        by_rank = [{**variables, "HOROVOD_GLOO_IFACE": name} for variables in rank_variables(server, 2, HorovodSpec())]
+        addresses = on_ranks(2, _new_connections, by_rank)
+    assert all(addresses)
+    assert {address_of_end.removeprefix("::ffff:") for end in addresses for address_of_end in end} == {address}
 
 
 def _is_outer(address: Any) -> bool:

@@ -20,15 +20,15 @@ def numbers(place: dict[str, str], *names: str) -> tuple[int, ...]:
 
 @given(st.lists(st.sampled_from("abc"), min_size=1, max_size=8))
 def test_every_rank_has_its_own_place(hosts: list[str]) -> None:
-    found = places(hosts)
-    assert [numbers(place, "RANK", "SIZE") for place in found] == [(rank, len(hosts)) for rank in range(len(hosts))]
+    placed = places(hosts)
+    assert [numbers(place, "RANK", "SIZE") for place in placed] == [(rank, len(hosts)) for rank in range(len(hosts))]
     for host, count in Counter(hosts).items():
-        here = [place for place in found if place["HOROVOD_HOSTNAME"] == host]
+        here = [place for place in placed if place["HOROVOD_HOSTNAME"] == host]
         assert [numbers(place, "LOCAL_RANK", "LOCAL_SIZE") for place in here] == [
             (rank, count) for rank in range(count)
         ]
     for local_rank in range(max(Counter(hosts).values())):
-        across = [place for place in found if numbers(place, "LOCAL_RANK") == (local_rank,)]
+        across = [place for place in placed if numbers(place, "LOCAL_RANK") == (local_rank,)]
         assert [numbers(place, "CROSS_RANK", "CROSS_SIZE") for place in across] == [
             (rank, len(across)) for rank in range(len(across))
         ]
@@ -51,11 +51,11 @@ def test_fields_become_environment_variables_except_those_that_autotune_sets() -
     assert HorovodSpec().variables("now", has_gpus=False)["HOROVOD_CYCLE_TIME"] == "5"
     assert "HOROVOD_CYCLE_TIME" not in HorovodSpec(autotune=True).variables("now", has_gpus=False)
     chosen = HorovodSpec(fusion_threshold_mib=2, cycle_time_ms=0.5, timeline="/tmp/trace.json", stall_check_s=0)
-    found = chosen.variables("20261122-101112", has_gpus=False)
-    assert found["HOROVOD_FUSION_THRESHOLD"] == str(2 * 2**20)
-    assert found["HOROVOD_CYCLE_TIME"] == "0.5"
-    assert found["HOROVOD_TIMELINE"] == "/tmp/trace-20261122-101112.json"
-    assert found["HOROVOD_STALL_CHECK_DISABLE"] == "1"
+    variables = chosen.variables("20261122-101112", has_gpus=False)
+    assert variables["HOROVOD_FUSION_THRESHOLD"] == str(2 * 2**20)
+    assert variables["HOROVOD_CYCLE_TIME"] == "0.5"
+    assert variables["HOROVOD_TIMELINE"] == "/tmp/trace-20261122-101112.json"
+    assert variables["HOROVOD_STALL_CHECK_DISABLE"] == "1"
 
 
 @pytest.mark.parametrize(

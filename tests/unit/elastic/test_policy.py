@@ -56,18 +56,21 @@ def slots(group: str, ready: str = "") -> list[WorkerSlot]:
     return [WorkerSlot(f"{node}{number}", node, number < len(group)) for number, node in enumerate(group + ready)]
 
 
-def test_a_group_without_changes_continues() -> None:
-    assert decide(View(NOW, slots("ab")), 1, 2) == Hold()
-
-
-def test_a_ready_worker_joins_the_group() -> None:
-    decision = decide(View(NOW, slots("a", "b")), 1, 2)
-    assert isinstance(decision, Resize)
-    assert decision.workers == ("a0", "b1")
-
-
-def test_max_workers_is_never_exceeded() -> None:
-    assert decide(View(NOW, slots("ab", "c")), 1, 2) == Hold()
+@pytest.mark.parametrize(
+    ("view", "low", "workers"),
+    [
+        pytest.param(View(NOW, slots("ab")), 1, None, id="no change"),
+        pytest.param(View(NOW, slots("a", "b")), 1, ("a0", "b1"), id="a ready worker joins"),
+        pytest.param(View(NOW, slots("ab", "c")), 1, None, id="the group has its maximum"),
+        pytest.param(View(NOW, slots("ab"), {"b": NOW + 20}, NOW - 2), 1, ("a0",), id="a notice"),
+        pytest.param(View(NOW, slots("ab"), {"a": NOW + 20}, NOW - 2), 1, ("b1",), id="a notice for the node of rank 0"),
+        pytest.param(View(NOW, slots("ab", "c"), {"b": NOW + 20}, NOW - 2), 2, ("a0", "c2"), id="a ready worker replaces another"),
+        pytest.param(View(NOW, slots("ab"), {"b": NOW + 3}, NOW), 1, ("a0",), id="a short notice is not delayed"),
+    ],
+)  # fmt: skip
+def test_the_group_follows_ready_workers_and_notices(view: View, low: int, workers: tuple[str, ...] | None) -> None:
+    decision = decide(view, low, 2)
+    assert decision == Hold() if workers is None else isinstance(decision, Resize) and decision.workers == workers
 
 
 def test_growth_that_does_not_pay_waits_unless_it_is_configured() -> None:
@@ -77,25 +80,6 @@ def test_growth_that_does_not_pay_waits_unless_it_is_configured() -> None:
     assert decide(view, 1, 2) == Hold()
     assert isinstance(decide(view, 1, 2, grow="always"), Resize)
     assert decide(View(NOW, slots("a", "b")), 1, 2, grow="never") == Hold()
-
-
-def test_a_notice_shrinks_the_group_at_once() -> None:
-    view = View(NOW, slots("ab"), {"b": NOW + 20}, noticed=NOW - 2)
-    decision = decide(view, 1, 2)
-    assert isinstance(decision, Resize)
-    assert decision.workers == ("a0",)
-
-
-def test_a_notice_for_the_node_of_rank_0_is_handled_like_any_other() -> None:
-    decision = decide(View(NOW, slots("ab"), {"a": NOW + 20}, noticed=NOW - 2), 1, 2)
-    assert isinstance(decision, Resize)
-    assert decision.workers == ("b1",)
-
-
-def test_a_ready_worker_replaces_one_with_a_notice() -> None:
-    decision = decide(View(NOW, slots("ab", "c"), {"b": NOW + 20}, noticed=NOW - 2), 2, 2)
-    assert isinstance(decision, Resize)
-    assert decision.workers == ("a0", "c2")
 
 
 def test_a_resize_waits_for_a_checkpoint_until_shortly_before_the_deadline() -> None:
@@ -115,11 +99,6 @@ def test_two_notices_close_together_cost_one_resize() -> None:
     decision = decide(View(NOW + 2, slots("abc"), both, noticed=NOW), 1, 3)
     assert isinstance(decision, Resize)
     assert decision.workers == ("a0",)
-
-
-def test_a_short_notice_is_not_delayed() -> None:
-    decision = decide(View(NOW, slots("ab"), {"b": NOW + 3}, noticed=NOW), 1, 2)
-    assert isinstance(decision, Resize)
 
 
 def test_below_min_workers_the_group_saves_and_trains_until_shortly_before_the_deadline() -> None:
@@ -179,41 +158,39 @@ def test_steps_that_are_long_now_and_then_cost_a_worker_once_at_most() -> None:
     assert lost_ranks([hung], [0.0], hang_limit_s(limiting_s, None)) == [0]
 
 
+@pytest.mark.parametrize(
+    ("ranks", "lost"),
+    [
+        # A rank stuck in the user's code is lost, and ranks that wait for it are not.
+        ([rank(REDUCE, 9), rank(COMPUTE, 9), rank(REDUCE, 9)], [1]),
+        # Ranks in a deadlock are all lost.
+        ([rank(REDUCE, 9), rank(REDUCE, 8)], [0, 1]),
+        ([rank(REDUCE, 9), rank(REDUCE, 1)], []),
+        ([rank(SHARDED_COMPUTE, 9), rank(REDUCE, 9)], [0, 1]),
+        # Ranks of a sharded model that wait for one without data are not lost.
+        ([*[rank(SHARDED_COMPUTE, 300)] * 3, rank(DATA, 301)], []),
+        ([*[rank(SHARDED_COMPUTE, 300)] * 3, rank(DATA, START_LIMIT_S + 1)], [3]),
+        # Slow data, snapshots, updates and validations do not count as a hang.
+        ([rank(REDUCE, 50), rank(DATA, 50)], []),
+        ([rank(REDUCE, 50), rank(SNAPSHOT, 50)], []),
+        ([rank(REDUCE, 50), rank(UPDATE, 50)], []),
+        ([rank(REDUCE, 601), rank(UPDATE, START_LIMIT_S + 1)], [1]),
+        ([rank(VALIDATE, 50), rank(VALIDATE, 50)], []),
+        ([rank(BETWEEN_STEPS, START_LIMIT_S + 1), rank(VALIDATE, 0.2)], []),
+        ([rank(DATA, START_LIMIT_S + 1)], [0]),
+        # Work that was not done before has the time limit of a start.
+        ([rank(REDUCE, 50), rank(COMPUTE, 50, 0.0)], []),
+        ([rank(COMPUTE, START_LIMIT_S + 1, 0.0)], [0]),
+        ([rank(COMPUTE.unless_known(False), 50)], []),
+        ([rank(COMPUTE.unless_known(True), 50)], [0]),
+    ],
+)
+def test_ranks_without_progress_are_lost_unless_they_may_be_waiting(ranks: list[ProgressView], lost: list[int]) -> None:
+    assert lost_ranks(ranks, [0.0] * len(ranks), LIMIT_S) == lost
+
+
 def test_a_rank_whose_process_does_not_answer_is_lost_and_waiting_ranks_are_not() -> None:
     assert lost_ranks([rank(REDUCE, 9), rank(COMPUTE, 1)], [0.0, 9.0], LIMIT_S) == [1]
-
-
-def test_a_rank_stuck_in_the_users_code_is_lost_and_waiting_ranks_are_not() -> None:
-    assert lost_ranks([rank(REDUCE, 9), rank(COMPUTE, 9), rank(REDUCE, 9)], [0, 0, 0], LIMIT_S) == [1]
-
-
-def test_ranks_in_a_deadlock_are_all_lost() -> None:
-    assert lost_ranks([rank(REDUCE, 9), rank(REDUCE, 8)], [0, 0], LIMIT_S) == [0, 1]
-    assert lost_ranks([rank(REDUCE, 9), rank(REDUCE, 1)], [0, 0], LIMIT_S) == []
-    assert lost_ranks([rank(SHARDED_COMPUTE, 9), rank(REDUCE, 9)], [0, 0], LIMIT_S) == [0, 1]
-
-
-def test_ranks_of_a_sharded_model_that_wait_for_one_without_data_are_not_lost() -> None:
-    waiting = [rank(SHARDED_COMPUTE, 300)] * 3
-    assert lost_ranks([*waiting, rank(DATA, 301)], [0] * 4, LIMIT_S) == []
-    assert lost_ranks([*waiting, rank(DATA, START_LIMIT_S + 1)], [0] * 4, LIMIT_S) == [3]
-
-
-def test_slow_data_snapshots_updates_and_validation_do_not_count_as_a_hang() -> None:
-    assert lost_ranks([rank(REDUCE, 50), rank(DATA, 50)], [0, 0], LIMIT_S) == []
-    assert lost_ranks([rank(REDUCE, 50), rank(SNAPSHOT, 50)], [0, 0], LIMIT_S) == []
-    assert lost_ranks([rank(REDUCE, 50), rank(UPDATE, 50)], [0, 0], LIMIT_S) == []
-    assert lost_ranks([rank(REDUCE, 601), rank(UPDATE, START_LIMIT_S + 1)], [0, 0], LIMIT_S) == [1]
-    assert lost_ranks([rank(VALIDATE, 50), rank(VALIDATE, 50)], [0, 0], LIMIT_S) == []
-    assert lost_ranks([rank(BETWEEN_STEPS, START_LIMIT_S + 1), rank(VALIDATE, 0.2)], [0, 0], LIMIT_S) == []
-    assert lost_ranks([rank(DATA, START_LIMIT_S + 1)], [0], LIMIT_S) == [0]
-
-
-def test_work_that_was_not_done_before_has_the_time_limit_of_a_start() -> None:
-    assert lost_ranks([rank(REDUCE, 50), rank(COMPUTE, 50, 0.0)], [0, 0], LIMIT_S) == []
-    assert lost_ranks([rank(COMPUTE, START_LIMIT_S + 1, 0.0)], [0], LIMIT_S) == [0]
-    assert lost_ranks([rank(COMPUTE.unless_known(False), 50)], [0], LIMIT_S) == []
-    assert lost_ranks([rank(COMPUTE.unless_known(True), 50)], [0], LIMIT_S) == [0]
 
 
 def test_the_limit_of_a_phase_follows_its_bytes() -> None:
@@ -269,10 +246,10 @@ def test_a_hang_is_always_found(states: list[tuple[Phase, float]], data: st.Data
     fresh = [0.0] * len(views)
     number = data.draw(st.integers(0, len(views) - 1))
     # A rank that does not answer.
-    assert number in lost_ranks(views, [9.0 if each == number else 0.0 for each in range(len(views))], LIMIT_S)
+    assert number in lost_ranks(views, [9.0 if other == number else 0.0 for other in range(len(views))], LIMIT_S)
     # A rank whose own work takes too long, whatever the others do.
     own = data.draw(st.sampled_from([DATA, COMPUTE, SNAPSHOT, UPDATE, VALIDATE]))
-    hung = [rank(own, limit_of(own) + 1) if each == number else view for each, view in enumerate(views)]
+    hung = [rank(own, limit_of(own) + 1) if other == number else view for other, view in enumerate(views)]
     assert number in lost_ranks(hung, fresh, LIMIT_S)
     # Ranks that all wait.
     waiting = [rank(view.phase if view.phase.may_wait else REDUCE, START_LIMIT_S + 1) for view in views]

@@ -76,8 +76,8 @@ def test_a_step_has_the_same_samples_for_any_number_of_virtual_workers() -> None
 
 
 def test_epochs_and_seeds_have_orders_of_their_own() -> None:
-    found = [epoch_ids(of_size(103, seed=seed, epoch=epoch)) for seed in (0, 1) for epoch in (0, 1)]
-    assert len({tuple(ids) for ids in found}) == 4
+    orders = [epoch_ids(of_size(103, seed=seed, epoch=epoch)) for seed in (0, 1) for epoch in (0, 1)]
+    assert len({tuple(ids) for ids in orders}) == 4
     assert epoch_ids(of_size(103, shuffle="none", epoch=3)) == list(range(103))
 
 

@@ -26,7 +26,7 @@ def test_keys_never_change_between_versions() -> None:
 
 def test_keys_depend_on_parts_types_and_order() -> None:
     parts = [("a", "b"), ("b", "a"), ("ab",), ("a", "b", ""), (1, 2), (12,), ("1", "2"), (1, "2"), (-1,), (1,)]
-    assert len({key64(*each) for each in parts}) == len(parts)
+    assert len({key64(*key) for key in parts}) == len(parts)
 
 
 @given(st.lists(st.integers() | st.text(max_size=5), max_size=4))

@@ -22,10 +22,10 @@ def test_counts_are_the_sums_of_the_sources(weights: tuple[float, ...], seed: in
 
 @given(weights=weights, position=st.integers(0, 10**9), count=st.integers(1, 2000))
 def test_any_range_holds_each_data_set_in_its_proportion(weights: tuple[float, ...], position: int, count: int) -> None:
-    found = np.bincount(Mix(weights, 0).sources(0, position, count), minlength=len(weights))
+    counts = np.bincount(Mix(weights, 0).sources(0, position, count), minlength=len(weights))
     asked = np.array(weights) / sum(weights) * count
-    assert np.abs(found - asked).max() <= 2 * len(weights)
-    assert found.sum() == count
+    assert np.abs(counts - asked).max() <= 2 * len(weights)
+    assert counts.sum() == count
 
 
 def test_virtual_workers_do_not_all_draw_from_one_data_set_at_once() -> None:

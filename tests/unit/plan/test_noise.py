@@ -11,8 +11,8 @@ from undula.plan.noise import Measured, NoiseScale, StepNorms
 
 MEAN = [1.0, -0.5, 0.25, 0.0]
 DEVIATIONS = [3.0, 1.0, 2.0, 0.5]
-VARIANCE = sum(each**2 for each in DEVIATIONS)  # tr(Sigma) = 14.25
-SQUARED = sum(each**2 for each in MEAN)  # |G|^2 = 1.3125; B_noise = 10.857
+VARIANCE = sum(deviation**2 for deviation in DEVIATIONS)  # tr(Sigma) = 14.25
+SQUARED = sum(value**2 for value in MEAN)  # |G|^2 = 1.3125; B_noise = 10.857
 
 
 def norms(source: random.Random, shares: list[int]) -> StepNorms:
@@ -26,9 +26,9 @@ def norms(source: random.Random, shares: list[int]) -> StepNorms:
         for share in shares
     ]
     whole = [
-        sum(share * each[place] for share, each in zip(shares, means, strict=True)) / samples for place in range(4)
+        sum(share * mean[place] for share, mean in zip(shares, means, strict=True)) / samples for place in range(4)
     ]
-    small = sum(share * sum(x**2 for x in each) for share, each in zip(shares, means, strict=True)) / samples
+    small = sum(share * sum(x**2 for x in mean) for share, mean in zip(shares, means, strict=True)) / samples
     return StepNorms(small, sum(x**2 for x in whole), len(shares), samples)
 
 
@@ -36,7 +36,7 @@ def norms(source: random.Random, shares: list[int]) -> StepNorms:
 def test_estimates_are_unbiased_for_any_sizes_of_micro_batches(shares: list[int]) -> None:
     source = random.Random(0)
     drawn = [norms(source, shares).estimates() for _ in range(20_000)]
-    variances, squares = zip(*(each for each in drawn if each), strict=True)
+    variances, squares = zip(*(estimate for estimate in drawn if estimate), strict=True)
     assert len(variances) == 20_000
     assert sum(variances) / 20_000 == pytest.approx(VARIANCE, rel=0.03)
     assert sum(squares) / 20_000 == pytest.approx(SQUARED, rel=0.03)
@@ -44,14 +44,14 @@ def test_estimates_are_unbiased_for_any_sizes_of_micro_batches(shares: list[int]
 
 def test_separate_averages_converge_to_the_noise_scale() -> None:
     source = random.Random(1)
-    found, noise = [], NoiseScale()
+    scales, noise = [], NoiseScale()
     for number in range(20_000):
         noise = noise.after(norms(source, [4] * 8))
         if number % 1000 == 999:
             assert noise.samples is not None
-            found.append(noise.samples)
-    assert sum(found) / len(found) == pytest.approx(VARIANCE / SQUARED, rel=0.1)
-    assert all(found_once == pytest.approx(VARIANCE / SQUARED, rel=0.6) for found_once in found)
+            scales.append(noise.samples)
+    assert sum(scales) / len(scales) == pytest.approx(VARIANCE / SQUARED, rel=0.1)
+    assert all(scale == pytest.approx(VARIANCE / SQUARED, rel=0.6) for scale in scales)
 
 
 @given(st.integers(1, 400))

@@ -177,9 +177,9 @@ def test_windows_hold_at_least_one_and_at_most_the_configured_number_of_row_grou
 @given(orders(["short"]))
 def test_a_row_group_is_read_once_more_for_each_cut_inside_it(order: EpochOrder) -> None:
     virtual_workers = range(order.plan.spec.virtual_workers)
-    ranges = [each for v in virtual_workers for window in order.windows(v) for each in window.ranges]
+    ranges = [part for v in virtual_workers for window in order.windows(v) for part in window.ranges]
     for row_group, rows in enumerate(order.row_counts):
-        mine = sorted((each.start, each.stop) for each in ranges if each.row_group == row_group)
+        mine = sorted((part.start, part.stop) for part in ranges if part.row_group == row_group)
         bounds = [0, *(stop for _, stop in mine)]
         assert mine == list(pairwise(bounds))
         assert bounds[-1] == rows

@@ -93,7 +93,7 @@ def test_digest_depends_on_the_precision_but_that_of_fp32_is_the_one_of_older_ve
         PrecisionSpec(compute="fp16"),
         PrecisionSpec(compute="fp16", loss_scale=1024),
     ]
-    digests = [plan.digest("data", each) for each in formats]
+    digests = [plan.digest("data", precision) for precision in formats]
     assert len(set(digests)) == 4
     assert digests[0] == plan.digest("data")
     assert digests[0].startswith("0449fdd25cb456e2")

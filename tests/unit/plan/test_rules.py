@@ -60,10 +60,10 @@ def test_each_rule_applies_its_formula() -> None:
 
 @given(st.sampled_from(list(RULES)), NOISE)
 def test_no_rule_changes_anything_at_the_base_batch(name: RuleName, noise: float | None) -> None:
-    found = RULES[name].scaled(1.0, noise)
-    assert (found.lr, found.eps, found.warmup) == (pytest.approx(1.0), 1.0, 1.0)
-    assert found.one_minus_beta in (None, 1.0)
-    assert found.gain in (None, pytest.approx(1.0))
+    scaled = RULES[name].scaled(1.0, noise)
+    assert (scaled.lr, scaled.eps, scaled.warmup) == (pytest.approx(1.0), 1.0, 1.0)
+    assert scaled.one_minus_beta in (None, 1.0)
+    assert scaled.gain in (None, pytest.approx(1.0))
 
 
 @given(st.sampled_from(MEASURING), st.floats(1, 1000), NOISE)
@@ -110,30 +110,19 @@ def test_betas_average_over_the_same_number_of_samples_and_at_least_one_step() -
         ("none", torch.optim.Rprop, None),
         ("adam_sde", torch.optim.AdamW, None),
         ("surge", torch.optim.Adagrad, None),
-        (
-            "linear",
-            torch.optim.AdamW,
-            "LARS, SGD, but the optimizer is AdamW; for AdamW, use one of sqrt, adam_sde, surge",
-        ),
-        (
-            "adam_sde",
-            torch.optim.SGD,
-            "Adam, AdamW, RMSprop, but the optimizer is SGD; for SGD, use one of linear, sqrt, legw, adascale, noise_scale",
-        ),
-        (
-            "linear",
-            torch.optim.Rprop,
-            "LARS, SGD, but the optimizer is Rprop; compare the run with one at the base batch",
-        ),
+        ("linear", torch.optim.AdamW, "LARS, SGD, but the optimizer is AdamW; for AdamW, use one of sqrt, adam_sde, surge"),
+        ("adam_sde", torch.optim.SGD,
+         "Adam, AdamW, RMSprop, but the optimizer is SGD; for SGD, use one of linear, sqrt, legw, adascale, noise_scale"),
+        ("linear", torch.optim.Rprop, "LARS, SGD, but the optimizer is Rprop; compare the run with one at the base batch"),
     ],
-)
+)  # fmt: skip
 def test_a_rule_warns_about_optimizers_that_it_is_not_known_for(
     rule: RuleName, optimizer: Any, message: str | None
 ) -> None:
     made = optimizer([torch.nn.Parameter(torch.zeros(1))], lr=0.1)
     plan = Plan(PlanSpec(global_batch=8), 80)
-    found = GroupRates(made, ScheduleSpec(batch_rule=rule, base_batch=4), plan).warning
-    assert found == (message and f"schedule.batch_rule={rule} is only known to hold for {message}")
+    warning = GroupRates(made, ScheduleSpec(batch_rule=rule, base_batch=4), plan).warning
+    assert warning == (message and f"schedule.batch_rule={rule} is only known to hold for {message}")
     assert GroupRates(made, ScheduleSpec(batch_rule=rule), plan).warning is None  # the batch is the base batch
 
 

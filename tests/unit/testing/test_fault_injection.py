@@ -138,7 +138,7 @@ def test_a_signal_waits_for_a_group_that_has_the_rank(chaos: Chaos, two_nodes: L
     assert not chaos.inject(fault)
     write_group(store, two_nodes, first, second)
     assert chaos.inject(fault)
-    assert [each.fault for each in chaos.injected] == [str(fault)]
+    assert [injected.fault for injected in chaos.injected] == [str(fault)]
 
 
 def test_a_process_that_has_the_id_of_a_lost_rank_gets_no_signal(
@@ -234,7 +234,10 @@ def test_faults_are_injected_when_they_are_due(two_nodes: LocalNodes, tmp_path: 
     never = Fault(Action.ADD, at_step=9)
     assert chaos.run([never, Fault(Action.ADD, at_step=2), Fault(Action.KILL, at_s=0.0)], limit_s=30) == 0
     driver.stop()
-    assert {each.fault.partition(" (")[0] for each in chaos.injected} == {"at step 2: add node", "at 0 s: kill node 0"}
+    assert {injected.fault.partition(" (")[0] for injected in chaos.injected} == {
+        "at step 2: add node",
+        "at 0 s: kill node 0",
+    }
     assert chaos.pending == [never]
     assert [line.split("/")[0] for line in shown if line.startswith("step")] == ["step 0", "step 1", "step 2", "step 3"]
 

@@ -41,9 +41,9 @@ def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Nodes]:
     (tmp_path / "session_latest").mkdir()
     monkeypatch.setattr(module, "Head", SilentHead)
     monkeypatch.setattr(module, "JOIN_LIMIT_S", 0.0)
-    found = Nodes(LocalCluster("", "", {}, psutil.Process(), str(python), tmp_path), {})
-    yield found
-    found.close()
+    cluster = Nodes(LocalCluster("", "", {}, psutil.Process(), str(python), tmp_path), {})
+    yield cluster
+    cluster.close()
 
 
 def await_starter(cluster: Nodes) -> None:
@@ -56,9 +56,9 @@ def await_starter(cluster: Nodes) -> None:
 def test_a_node_that_is_killed_just_before_its_processes_start_leaves_nothing(
     cluster: Nodes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def kill_meanwhile(found: LocalCluster, num_cpus: int, agents: Mapping[str, int]) -> list[str]:
+    def kill_meanwhile(local: LocalCluster, num_cpus: int, agents: Mapping[str, int]) -> list[str]:
         cluster.kill(cluster.nodes[0])
-        return _ray_start(found, num_cpus, agents)
+        return _ray_start(local, num_cpus, agents)
 
     monkeypatch.setattr(module, "_ray_start", kill_meanwhile)
     cluster.add()

@@ -15,7 +15,7 @@ STEPS = [float(second) for second in range(10)] + [14.0, 15.0, 16.0, 18.5, 19.0]
 
 
 @pytest.mark.parametrize(
-    ("events", "found"),
+    ("events", "seconds"),
     [
         ([3.5], [5.0]),
         ([3.5, 9.5], [1.0, 5.0]),
@@ -27,12 +27,12 @@ STEPS = [float(second) for second in range(10)] + [14.0, 15.0, 16.0, 18.5, 19.0]
     ],
 )
 def test_an_outage_is_the_longest_time_without_a_step_before_the_next_fault(
-    events: list[float], found: list[float]
+    events: list[float], seconds: list[float]
 ) -> None:
     done = [InjectedFault(time, f"at {time}", number) for number, time in enumerate(events)]
     measured = outages(STEPS, done)
-    assert [each.seconds for each in measured] == found
-    assert [fault for each in measured for fault in each.faults] == [each.fault for each in done]
+    assert [outage.seconds for outage in measured] == seconds
+    assert [fault for outage in measured for fault in outage.faults] == [injected.fault for injected in done]
 
 
 @pytest.mark.parametrize(

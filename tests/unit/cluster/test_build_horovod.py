@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from undula.elastic import build_horovod
-from undula.elastic.build_horovod import PATCH, PATCH_COMMANDS, apply_patch, build_name, failure_reason
+from undula.cluster import build_horovod
+from undula.cluster.build_horovod import PATCH, PATCH_COMMANDS, apply_patch, build_name, failure_reason
 from undula.errors import ClusterError
 
 CXX_STANDARD = "set(CMAKE_CXX_STANDARD 17)"
@@ -24,34 +24,30 @@ def write_source(folder: Path) -> None:
         (folder / name).write_text("\n".join(lines) + "\n")
 
 
-@pytest.mark.parametrize("command", PATCH_COMMANDS, ids=lambda command: command[0])
-def test_the_patch_applies_with_each_command(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: tuple[str, ...]
-) -> None:
-    if not shutil.which(command[0]):
-        pytest.skip(f"{command[0]} is not installed")
-    monkeypatch.setattr(build_horovod, "PATCH_COMMANDS", (command,))
+@pytest.fixture(params=PATCH_COMMANDS, ids=lambda command: command[0])
+def source(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Source of Horovod, to which only one of the commands can apply the patch."""
+    if not shutil.which(request.param[0]):
+        pytest.skip(f"{request.param[0]} is not installed")
+    monkeypatch.setattr(build_horovod, "PATCH_COMMANDS", (request.param,))
     write_source(tmp_path)
-    apply_patch(tmp_path)
-    changed = {file.name: file.read_text() for file in tmp_path.rglob("*.cc")}
+    return tmp_path
+
+
+def test_the_patch_applies_with_each_command(source: Path) -> None:
+    apply_patch(source)
+    changed = {file.name: file.read_text() for file in source.rglob("*.cc")}
     assert "iface = global_context.gloo_iface_;" in changed["gloo_context.cc"]
     assert "} else if (fixed_values_.find(variable) ==" in changed["parameter_manager.cc"]
-    assert CXX_STANDARD in (tmp_path / "CMakeLists.txt").read_text()
-    assert CXX_STANDARD in (tmp_path / "horovod" / "torch" / "CMakeLists.txt").read_text()
+    assert CXX_STANDARD in (source / "CMakeLists.txt").read_text()
+    assert CXX_STANDARD in (source / "horovod" / "torch" / "CMakeLists.txt").read_text()
 
 
-@pytest.mark.parametrize("command", PATCH_COMMANDS, ids=lambda command: command[0])
-def test_another_source_is_refused_in_one_sentence(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: tuple[str, ...]
-) -> None:
-    if not shutil.which(command[0]):
-        pytest.skip(f"{command[0]} is not installed")
-    monkeypatch.setattr(build_horovod, "PATCH_COMMANDS", (command,))
-    write_source(tmp_path)
-    changed = tmp_path / "horovod" / "torch" / "CMakeLists.txt"
+def test_another_source_is_refused_in_one_sentence(source: Path) -> None:
+    changed = source / "horovod" / "torch" / "CMakeLists.txt"
     changed.write_text(changed.read_text().replace("CXX_STANDARD 14", "CXX_STANDARD 20"))
     with pytest.raises(ClusterError, match=r"^horovod-0\.28\.1\.patch does not apply to .*CMakeLists\.txt.*pypi\.org"):
-        apply_patch(tmp_path)
+        apply_patch(source)
 
 
 def test_the_patch_applies_inside_a_git_repository(tmp_path: Path) -> None:
@@ -87,21 +83,15 @@ def test_missing_tools_are_named_before_anything_is_downloaded(tmp_path: Path, m
 @pytest.mark.parametrize(
     ("log", "reason"),
     [
-        (
-            "Building wheel for horovod: finished with status 'error'\nx.cc:1:10: fatal error: Python.h: No such file\n",
-            "fatal error: Python.h: No such file",
-        ),
-        (
-            "CMake Error at CMakeLists.txt:9 (find_package):\n  Could not find NCCL\n\nERROR: Failed building wheel",
-            "CMake Error at CMakeLists.txt:9 (find_package): Could not find NCCL",
-        ),
+        ("Building wheel for horovod: finished with status 'error'\nx.cc:1:10: fatal error: Python.h: No such file\n",
+         "fatal error: Python.h: No such file"),
+        ("CMake Error at CMakeLists.txt:9 (find_package):\n  Could not find NCCL\n\nERROR: Failed building wheel",
+         "CMake Error at CMakeLists.txt:9 (find_package): Could not find NCCL"),
         ("ERROR: Could not find a version that satisfies", "ERROR: Could not find a version that satisfies"),
-        (
-            "error: subprocess-exited-with-error\n\n      error: invalid command 'bdist_wheel'\n      [end of output]\n",
-            "error: invalid command 'bdist_wheel'",
-        ),
+        ("error: subprocess-exited-with-error\n\n      error: invalid command 'bdist_wheel'\n      [end of output]\n",
+         "error: invalid command 'bdist_wheel'"),
         ("", "no reason given"),
     ],
-)
+)  # fmt: skip
 def test_the_reason_of_a_failed_build_is_the_log_line_that_explains_it(log: str, reason: str) -> None:
     assert failure_reason(log) == reason
