@@ -189,8 +189,7 @@ class PlainStep(Step):
     def reduce(self, max_norm: float | None = None) -> Tensor:
         for parameter, gradient in self._sums.items():
             parameter.grad = gradient
-        limit = self._job.gradient.max_norm if max_norm is None else max_norm
-        self._norm, _ = self._engine.finish_gradients(self.samples, limit)
+        self._norm, _ = self._engine.finish_gradients(self.samples, max_norm=max_norm)
         if self._buffers.is_needed:
             self._buffers.end_step(self.samples)
         return self._norm

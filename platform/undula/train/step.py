@@ -193,8 +193,7 @@ class Step:
         self._model.guard.end_batches()
         self._phases.enter(REDUCE)
         begin = self._measured.mark()
-        limit = self._job.gradient.max_norm if max_norm is None else max_norm
-        self._gradient = self._model.reduce(self.samples, limit)
+        self._gradient = self._model.reduce(self.samples, max_norm)
         self._measured.add_communication(begin)
         return self._gradient
 

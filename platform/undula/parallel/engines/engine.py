@@ -15,6 +15,7 @@ from undula.parallel.norms import clip_gradients, gradient_norm
 from undula.parallel.parameters import features_of_model, parameters_of
 from undula.parallel.precision import Autocast, unscale
 from undula.parallel.reduce.accumulator import Accumulator
+from undula.parallel.spec import GradientSpec
 from undula.plan.plan import MicroBatch
 
 
@@ -36,6 +37,8 @@ class Engine:
     capabilities: Capabilities = DATA_PARALLEL
     settings: Set[Feature] = frozenset()
     """Features that the job's settings require. The model may require others once the script has unfrozen parameters."""
+    gradient = GradientSpec()
+    """The job's settings for the gradient of a step."""
 
     def __init__(self, layout: Layout, accumulate: Callable[[nn.Module], Accumulator] = Accumulator):
         self.layout = layout
@@ -122,24 +125,25 @@ class Engine:
             self._accumulator.add(micro_batch)
 
     def finish_gradients(
-        self, samples: int, max_norm: float | None, loss_scale: float | None = None
+        self, samples: int, *, max_norm: float | None = None, loss_scale: float | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Reduce the gradients of a step of `samples` samples, and clip them to `max_norm` unless that is None.
+        """Reduce the gradients of a step of `samples` samples, and clip them.
 
         Args:
             samples: Number of samples in the step.
-            max_norm: Maximum norm of the gradient.
+            max_norm: Maximum norm of the gradient, which a script can set for each step; by default that of the job, if it has one.
             loss_scale: Factor on the losses of the step, by which the gradients are divided again; None for none.
 
         Returns:
-            Norm of the gradient before clipping, and whether the step must be skipped because a scaled gradient overflowed on this rank.
-            Both are scalars on the device.
+            Norm of the gradient before clipping, from which the noise scale is computed, and whether the step must be skipped because a
+            scaled gradient overflowed on this rank. Both are scalars on the device.
         """
         self._accumulator.finish(samples)
         overflows = torch.zeros((), device="cpu") if loss_scale is None else unscale(self.parameters, loss_scale)
         norm = gradient_norm(self.parameters)
-        if max_norm is not None:
-            clip_gradients(self.parameters, max_norm, norm)
+        limit = self.gradient.max_norm if max_norm is None else max_norm
+        if limit is not None:
+            clip_gradients(self.parameters, limit, norm)
         return norm, overflows
 
     def step(self, applies: bool = True) -> None:

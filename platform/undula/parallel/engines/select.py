@@ -34,7 +34,7 @@ def make_engine(module: nn.Module, layout: Layout, settings: EngineSettings) -> 
         raise UsageError(problem)
     capabilities = engine_with(features)
     engine = _engine_of(capabilities.name, layout, settings)
-    engine.capabilities, engine.settings = capabilities, required
+    engine.capabilities, engine.settings, engine.gradient = capabilities, required, settings.gradient
     return engine
 
 
