@@ -288,7 +288,7 @@ UNSOUND: dict[str, tuple[Training, str]] = {
     ),
     "numbers that no seed determines": (
         Training(Unrepeatable, adamw, on_numbers),
-        "model.first.bias has other bits after 1 steps of a second, equal run",
+        "model.first.(bias|weight) has other bits after 1 steps of a second, equal run",
     ),
     "momentum in an attribute of the optimizer": (
         Training(Plain, lambda model: Forgetful(model.parameters(), lr=0.05), on_numbers),
