@@ -1,4 +1,4 @@
-"""DataLoaders of a script: those that a run can read, and what the plan takes from the one that trains."""
+"""Checks of the DataLoaders of a script, and the settings of the plan that follow from the one with the training data."""
 
 from typing import Any
 

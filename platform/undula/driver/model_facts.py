@@ -75,9 +75,8 @@ def script_facts(train: Callable[[Run], None], loaded: LoadedSpec, num_rows: int
             train(Run(probe))
         except _ModelBuiltError as built:
             return ScriptFacts(probe.data, built.facts)
-        except (
-            UsageError
-        ) as error:  # of the probe, or of a trainer's adapter, which refuses what it finds in the script
+        except UsageError as error:
+            # The probe has raised it, or an adapter, which refuses what it finds in the script.
             raise probe.refusal or error from None
         except (Exception, SystemExit) as error:
             # If the script itself is wrong, the workers report it with a traceback. It may also need a GPU, which the head does not have.

@@ -67,7 +67,7 @@ class Follower:
         self._thread.start()
 
     def end_training(self) -> None:
-        """Send what is left, because the ledger is complete. This does not wait."""
+        """Tell the thread that the ledger is complete, so that it sends the rest. This does not wait for it."""
         self._is_over.set()
 
     def wait(self, limit_s: float) -> bool:

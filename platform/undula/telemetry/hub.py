@@ -77,9 +77,8 @@ class HubFollower:
     def _follow(self) -> None:
         position, is_last = 0, False
         while not is_last:
-            is_last = self._closed.wait(
-                self._interval_s
-            )  # after the end of the block, one more read gets the last messages
+            # After the end of the block, one more read gets the last messages.
+            is_last = self._closed.wait(self._interval_s)
             position, messages = ray.get(self._hub.read.remote(position))
             self._handle(messages)
 

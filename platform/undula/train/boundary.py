@@ -225,9 +225,8 @@ class StepBoundary:
         wants, saver = self.wants, self._saver
         if wants.abandons and not wants.saves and saver.is_saving:
             saver.abandon()
-        if (
-            wants.gives or wants.gives_all
-        ):  # a rank that will not be in the next group may have the only copy of a piece
+        # A rank that will not be in the next group may have the only copy of a piece.
+        if wants.gives or wants.gives_all:
             saver.give(done, wants.gives_all)
         saver.finish_saving()
         raise LeaveGroup

@@ -1,5 +1,6 @@
 """Rules by which the changes of buffers are combined over the virtual workers of a step, each for one kind of buffers."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 
 import torch
@@ -38,7 +39,7 @@ def is_constant(buffer: Tensor) -> bool:
     return not has_arithmetic and buffer.dtype != torch.bool
 
 
-class Group:
+class Group(ABC):
     """Buffers of one dtype that are combined by the same rule and processed as one tensor, because a model has many small buffers.
 
     Args:
@@ -51,19 +52,19 @@ class Group:
         self._all_reduce = all_reduce
         self._sizes = [buffer.numel() for buffer in self._buffers]
 
-    def begin_step(self) -> None:
-        raise NotImplementedError
+    @abstractmethod
+    def begin_step(self) -> None: ...
 
-    def end_micro_batch(self, samples: int) -> None:
-        raise NotImplementedError
+    @abstractmethod
+    def end_micro_batch(self, samples: int) -> None: ...
 
+    @abstractmethod
     def end_step(self, step_samples: int) -> None:
         """Set the buffers to their values after the step.
 
         Raises:
             UsageError: The changes of a buffer cannot be combined. All ranks raise it.
         """
-        raise NotImplementedError
 
     def values(self) -> Tensor:
         """Return the elements of all buffers; shape [elements]."""

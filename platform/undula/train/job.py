@@ -1,4 +1,4 @@
-"""Settings of a job that its workers use: those that do not mention the cluster."""
+"""Settings of a job that its workers use. None of them mentions the cluster."""
 
 import dataclasses
 from collections.abc import Collection

@@ -47,7 +47,7 @@ class MicroBatches:
         return work
 
     def load(self, work: Sequence[MicroBatch]) -> list[Any]:
-        """Read all micro-batches of the step now, and return those that have samples. `take` returns them later."""
+        """Read all micro-batches of the step now, for `take` to return later. Return the batches of those that have samples."""
         self._loaded = [self._read() for _ in work]
         return [placed.batch for placed, micro_batch in zip(self._loaded, work, strict=True) if micro_batch.samples]
 

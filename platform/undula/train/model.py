@@ -58,7 +58,8 @@ def place_model(module: nn.Module, job: Job, plan: Plan, layout: Layout, make_en
     replaced = replace_sync_batch_norm(module)
     warnings = (WarningEvent("sync_batch_norm", ", ".join(replaced) or "the model itself"),) if replaced else ()
     undo: list[Callable[[], None]] = []
-    # Sharding or copying comes first, because it moves the parameters. Compiled units are recomputed as a whole, all of it in 16 bits.
+    # The order matters. The engine shards or copies the parameters first, because that can replace them. Units are compiled before their
+    # forward passes are replaced by recomputed ones, which then run the compiled code again. 16 bits apply to all of it.
     engine = make_engine(module, layout)
     model = engine.place(module)
     if job.compile:

@@ -90,9 +90,8 @@ class OpenGradients:
         """
         _HeldGradient.ignores_zero_grad = not after_backward
         gradients = list(map(_grad_of, self._parameters))
-        if len(gradients) == len(self._gradients) and all(
-            map(is_, gradients, self._gradients)
-        ):  # they are held already
+        is_held = len(gradients) == len(self._gradients) and all(map(is_, gradients, self._gradients))
+        if is_held:
             return
         self._gradients = gradients
         present = [each for each in self._gradients if each is not None]

@@ -103,14 +103,14 @@ class RehearsalLoop(TrainingLoop):
 
     def steps(self) -> Iterator[Step]:
         """Yield a step, rehearse a validation, and leave the train function as a run leaves it when its group ends."""
-        setup, samples = self._setup, self._parts.samples
+        setup, reader = self._setup, _AnyRows(self._parts.samples.training(0))
+        self._closing.callback(reader.close)
         self.begin()
-        self._batches = MicroBatches(
-            lambda index: _each_size(setup.plan) if index == 0 else [],
-            _AnyRows(samples.training(0)),
-            setup.layout.device,
-            setup.worker.enter,
-        )
+
+        def work_of(index: int) -> list[MicroBatch]:
+            return _each_size(setup.plan) if index == 0 else []
+
+        self._batches = MicroBatches(work_of, reader, setup.layout.device, setup.worker.enter)
         self.boundary.settle(owed_since=None)
         yield self._step(0)
         if self._validation is not None:
@@ -119,7 +119,7 @@ class RehearsalLoop(TrainingLoop):
 
 
 class _AnyRows:
-    """Arbitrary samples in place of those that a reader would return."""
+    """Reader that returns arbitrary samples instead of the next ones."""
 
     def __init__(self, reader: SampleReader):
         self.any_rows, self.close = reader.any_rows, reader.close

@@ -68,7 +68,7 @@ class RunSetup:
 
     @classmethod
     def of_no_attempt(cls, job: Job, layout: Layout, worker: WorkerState) -> "RunSetup":
-        """Return the setup of a process that works beside the run: it claims no attempt, and nobody hears from it."""
+        """Return the setup of a process that works beside the run. It claims no attempt, and its messages go nowhere."""
         data = _data_of(job)
         plan, store = Plan(job.plan, data.num_rows), open_store(job.run_url)
         return cls(job, layout, worker, lambda message: None, None, store, data, plan, "", 0, Lineage())

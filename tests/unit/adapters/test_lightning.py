@@ -174,6 +174,7 @@ def test_settings_follow_from_the_script_and_contradictions_are_refused(tmp_path
         ({}, 3),
         ({"check_val_every_n_epoch": 2}, 6),
         ({"val_check_interval": 0.5}, 1),
+        ({"val_check_interval": 1.0, "check_val_every_n_epoch": 2}, 6),
         ({"val_check_interval": 4, "accumulate_grad_batches": 2}, 2),
     ],
 )

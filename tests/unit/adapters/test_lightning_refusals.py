@@ -75,6 +75,7 @@ def fit_with(callbacks: Any) -> None:
         (lambda: Trainer(gpus=2), "Trainer got gpus=, which it does not know; remove it"),
         (lambda: Trainer(precision="64-true"), "Trainer got precision='64-true'; set it to one of '32-true', '32', 32, 'bf16-mixed'"),
         (lambda: Trainer(max_epochs=-1), "Trainer got max_epochs=-1, which never ends"),
+        (lambda: Trainer(val_check_interval=0.5, check_val_every_n_epoch=2), "Trainer got val_check_interval=0.5 and check_val_every_n"),
         (lambda: Trainer().fit(Tiny(), ckpt_path="last"), "Trainer.fit() does not take ckpt_path=; submit the job"),
         (lambda: Trainer().test(Tiny()), "Trainer.test is not possible in a run; load the weights"),
         (lambda: fit_with(ModelCheckpoint()), "fit() got the callback ModelCheckpoint, which a run does not take; set checkpoint"),

@@ -22,7 +22,7 @@ class Hooks:
 
     Args:
         module: The module.
-        loaders: DataLoaders that the script passes to `fit`, by the hook in whose place they are; None for those that it does not pass.
+        loaders: DataLoaders that the script passes to `fit`, by the name of the hook that each replaces; None if it passes none.
         datamodule: LightningDataModule; None if the script has none.
         callbacks: Callbacks of the script.
         rank: Rank of this process.

@@ -65,7 +65,7 @@ class Trainer:
         precision: str | int | None = None,
         deterministic: bool | str | None = None,
         check_val_every_n_epoch: int | None = 1,
-        val_check_interval: float | None = None,
+        val_check_interval: int | float | None = None,
         callbacks: Any = None,
         **others: Any,
     ):
@@ -92,6 +92,11 @@ class Trainer:
         }
         if max_epochs == max_steps == -1:
             raise UsageError("Trainer got max_epochs=-1, which never ends; set max_epochs or max_steps")
+        if (check_val_every_n_epoch or 1) > 1 and val_check_interval not in (None, 1.0):
+            raise UsageError(
+                f"Trainer got val_check_interval={val_check_interval!r} and check_val_every_n_epoch={check_val_every_n_epoch}, but a run "
+                "validates at one interval; leave one of them out"
+            )
         self._accumulation = accumulate_grad_batches
         self._val_epochs, self._val_interval = check_val_every_n_epoch, val_check_interval
         self._callbacks = callbacks if isinstance(callbacks, Sequence) else [callbacks] if callbacks else []
@@ -160,9 +165,11 @@ class Trainer:
         epochs = math.ceil(plan.spec.max_steps / per_epoch) if plan.spec.max_steps else MOST_EPOCHS
         values: dict[str, Any] = {"plan.epochs": epochs, "gradient.max_norm": None}
         if validates:
-            batches = per_epoch * self._accumulation
-            interval = self._val_interval or batches * (self._val_epochs or 1)
-            batches = int(interval * batches) if isinstance(interval, float) else interval
+            interval, batches = self._val_interval, per_epoch * self._accumulation * (self._val_epochs or 1)
+            if isinstance(interval, int):  # a number of batches; other values are a part of an epoch
+                batches = interval
+            elif interval is not None:
+                batches = int(interval * batches)
             values["validation.every_steps"] = max(batches // self._accumulation, 1)
         return {key: Setting(value, "Lightning's Trainer") for key, value in values.items()}
 
