@@ -31,7 +31,7 @@ setup: .venv/ready-with-horovod  ## Install everything that development needs in
 
 train: .venv/ready  ## Prepare the data, start a local Ray, train the main job, leave a run directory
 	@$(BIN)/undula data stdlib-text --out $(DATA) --if-missing
-	@$(BIN)/undula run jobs/language_model.yaml name=$(RUN)
+	@$(BIN)/undula run jobs/language_model.yaml name=$(RUN) data.train=$(DATA)/train data.validation=$(DATA)/validation
 
 test: .venv/ready-with-horovod check  ## Lint, type check, all tests
 	$(BIN)/pytest --numprocesses=3 --dist=loadgroup --no-loadscope-reorder
