@@ -43,8 +43,8 @@ class Lamb(LayerwiseOptimizer):
         beta1, beta2 = group["betas"]
         grads = [parameter.grad for parameter in params if parameter.grad is not None]
         states = [self._initialized_state(parameter) for parameter in params]
-        exp_avgs, exp_avg_sqs = [each["exp_avg"] for each in states], [each["exp_avg_sq"] for each in states]
-        steps = [each["step"].add_(1).item() for each in states]
+        exp_avgs, exp_avg_sqs = [state["exp_avg"] for state in states], [state["exp_avg_sq"] for state in states]
+        steps = [state["step"].add_(1).item() for state in states]
 
         torch._foreach_mul_(exp_avgs, beta1)
         torch._foreach_add_(exp_avgs, grads, alpha=1 - beta1)

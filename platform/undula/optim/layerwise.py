@@ -67,4 +67,4 @@ def norms(tensors: Sequence[Tensor]) -> Tensor:
 
 def local(tensors: Iterable[Tensor]) -> list[Tensor]:
     """Return the part of each tensor that this rank holds, without copying. A tensor that is not sharded is returned as it is."""
-    return [each.to_local() if isinstance(each, DTensor) else each for each in tensors]
+    return [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors]

@@ -40,8 +40,8 @@ def replace_sync_batch_norm(module: nn.Module) -> list[str]:
     """
     if problem := problem_of_batch_norm(module):
         raise UsageError(problem)
-    found = {name: each for name, each in module.named_modules() if isinstance(each, nn.SyncBatchNorm)}
-    for layer in found.values():
+    synced = {name: part for name, part in module.named_modules() if isinstance(part, nn.SyncBatchNorm)}
+    for layer in synced.values():
         layer.__class__ = BatchNorm  # type: ignore[assignment]
         del layer.process_group  # a copy of the module could not copy it
-    return list(found)
+    return list(synced)

@@ -83,7 +83,7 @@ def features_of(settings: EngineSettings) -> set[Feature]:
 
 def engine_with(features: Set[Feature]) -> Capabilities:
     """Return the engine that trains a job with these features, provided that `refusal` returns None."""
-    return next(each for each in ENGINES if each.chosen_by is None or each.chosen_by in features)
+    return next(engine for engine in ENGINES if engine.chosen_by is None or engine.chosen_by in features)
 
 
 def refusal(features: Set[Feature]) -> str | None:
@@ -101,10 +101,11 @@ def refusal(features: Set[Feature]) -> str | None:
 
 def markdown_table() -> str:
     """Return the table of engines and features in Markdown, for the documentation."""
-    lines = [f"| | {' | '.join(each.name for each in ENGINES)} |", f"|---|{'---|' * len(ENGINES)}"]
+    lines = [f"| | {' | '.join(engine.name for engine in ENGINES)} |", f"|---|{'---|' * len(ENGINES)}"]
     for feature in Feature:
         cells = (
-            "selects" if feature is each.chosen_by else "yes" if feature in each.supports else "" for each in ENGINES
+            "selects" if feature is engine.chosen_by else "yes" if feature in engine.supports else ""
+            for engine in ENGINES
         )
         lines.append(f"| {feature} | {' | '.join(cells)} |")
     return "\n".join(lines)

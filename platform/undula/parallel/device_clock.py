@@ -45,6 +45,6 @@ def mark_on(device: torch.device) -> Mark:
 
 def read_scalars(scalars: Sequence[Tensor]) -> list[float]:
     """Return the values of scalars. Those on a GPU are copied together, so that this waits once."""
-    there = [each for each in scalars if each.device.type != "cpu"]
-    copied = iter(torch.stack([each.detach().double() for each in there]).tolist() if there else ())
-    return [float(each) if each.device.type == "cpu" else next(copied) for each in scalars]
+    there = [scalar for scalar in scalars if scalar.device.type != "cpu"]
+    copied = iter(torch.stack([scalar.detach().double() for scalar in there]).tolist() if there else ())
+    return [float(scalar) if scalar.device.type == "cpu" else next(copied) for scalar in scalars]

@@ -23,11 +23,11 @@ class _HostStorage:
 
     def back(self) -> torch.UntypedStorage:
         """Return the storage on its device. Tensors that share it use the same one, as long as one of them is in use."""
-        found = self._back() if self._back else None
-        if found is None:
-            found = self._host.to(self._device, copy=True, non_blocking=True).untyped_storage()
-            self._back = weakref.ref(found)
-        return found
+        copied = self._back() if self._back else None
+        if copied is None:
+            copied = self._host.to(self._device, copy=True, non_blocking=True).untyped_storage()
+            self._back = weakref.ref(copied)
+        return copied
 
 
 class _Saved:
@@ -52,7 +52,7 @@ class InHostMemory(saved_tensors_hooks):
 
     def __init__(self, unit: nn.Module | None = None):
         tensors = () if unit is None else (*unit.parameters(), *unit.buffers())
-        self._own = {each.untyped_storage()._cdata for each in tensors if not is_sharded_tensor(each)}
+        self._own = {tensor.untyped_storage()._cdata for tensor in tensors if not is_sharded_tensor(tensor)}
         self._copies: dict[int, tuple[torch.UntypedStorage, int, _HostStorage]] = {}
         """Copies by the address of the storage, with the storage itself, so that no other gets this address, and its version."""
         super().__init__(self._pack, _unpack)

@@ -22,7 +22,7 @@ def gradient_norm(parameters: Iterable[nn.Parameter]) -> Tensor:
         by_type.setdefault(gradient.dtype, []).append(gradient)
     norms = [norm for of_type in by_type.values() for norm in _norms(of_type)]
     norm = torch.linalg.vector_norm(
-        torch.stack(norms) if len(by_type) == 1 else torch.stack([each.float() for each in norms])
+        torch.stack(norms) if len(by_type) == 1 else torch.stack([value.float() for value in norms])
     )
     return norm.full_tensor() if is_sharded_tensor(norm) else norm  # type: ignore[no-any-return]
 

@@ -37,6 +37,8 @@ def features_of_model(module: nn.Module) -> set[Feature]:
     asked = {
         Feature.SHARDED: is_sharded(module),
         Feature.SPARSE_GRADIENTS: bool(sparse_parameters(module)),
-        Feature.HALF_PARAMETERS: any(each.dtype in (torch.bfloat16, torch.float16) for each in trainable(module)),
+        Feature.HALF_PARAMETERS: any(
+            parameter.dtype in (torch.bfloat16, torch.float16) for parameter in trainable(module)
+        ),
     }
     return {feature for feature, is_asked in asked.items() if is_asked}

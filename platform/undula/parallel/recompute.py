@@ -100,8 +100,12 @@ class Call:
         """
         kept = self.kept()
         leaves = [
-            outputs[each.place] if isinstance(each, _Output) else kept[each.place] if isinstance(each, _Kept) else each
-            for each in self.arguments
+            outputs[argument.place]
+            if isinstance(argument, _Output)
+            else kept[argument.place]
+            if isinstance(argument, _Kept)
+            else argument
+            for argument in self.arguments
         ]
         args, kwargs = tree_unflatten(leaves, self.structure)
         self.random_state.put_back()
@@ -135,7 +139,7 @@ class Segment:
         """Return whether a call with these arguments uses the outputs of the last call, unchanged, and belongs to this segment."""
         if len(self._calls) == self._size:
             return False
-        places = [self._place_of(each) for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
+        places = [self._place_of(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         return any(place is not None for place in places)
 
     def run(
@@ -155,34 +159,34 @@ class Segment:
         self._outputs = []  # a unit that calls another one does not belong to its segment
         with saved_tensors_hooks(self._pack, self._unpack), context:
             result = forward(*args, **kwargs)
-        tensors = (each for each in tree_leaves(result) if isinstance(each, Tensor))
-        self._outputs = [(weakref.ref(each), each._version) for each in tensors]
+        tensors = (leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor))
+        self._outputs = [(weakref.ref(leaf), leaf._version) for leaf in tensors]
         return result
 
     def _call(self, again: Forward, module: nn.Module, context: Context, args: Any, kwargs: Any) -> Call:
         leaves, structure = tree_flatten((args, kwargs))
         arguments: list[Any] = []
         kept: list[Tensor] = []
-        for each in leaves:
-            if not isinstance(each, Tensor):
-                _require_no_cache(each)
-                arguments.append(each)
-            elif (place := self._place_of(each)) is not None:
+        for leaf in leaves:
+            if not isinstance(leaf, Tensor):
+                _require_no_cache(leaf)
+                arguments.append(leaf)
+            elif (place := self._place_of(leaf)) is not None:
                 arguments.append(_Output(place))
             else:
                 arguments.append(_Kept(len(kept)))
-                kept.append(each)
+                kept.append(leaf)
         with self._saving():
             saved = _saved(kept)
-        devices = {"cpu", *(each.device.type for each in leaves if isinstance(each, Tensor))}
-        usable = sorted(each for each in devices if torch.amp.is_autocast_available(each))
+        devices = {"cpu", *(leaf.device.type for leaf in leaves if isinstance(leaf, Tensor))}
+        usable = sorted(filter(torch.amp.is_autocast_available, devices))
         return Call(
             again,
             tuple(arguments),
             structure,
             saved,
             RandomState.now(),
-            tuple((each, torch.is_autocast_enabled(each), torch.get_autocast_dtype(each)) for each in usable),
+            tuple((device, torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)) for device in usable),
             torch.is_autocast_cache_enabled(),
             _copies_of_buffers(module),
             context,
@@ -210,7 +214,7 @@ class Segment:
         try:
             with kept_random_state(), torch.enable_grad(), saved_tensors_hooks(self._record, _unchanged):
                 for call in self._calls:
-                    outputs = [each for each in tree_leaves(call.repeat(outputs)) if isinstance(each, Tensor)]
+                    outputs = [output for output in tree_leaves(call.repeat(outputs)) if isinstance(output, Tensor)]
         except _RecomputedAllError:
             return
         raise difference(f"{len(self._handles)} tensors", f"{self._position}")
@@ -238,7 +242,7 @@ def difference(before: str, now: str) -> UsageError:
 
 def _require_no_cache(argument: Any) -> None:
     """Refuse an object like the caches of Hugging Face: a recomputation would add the keys and values of the unit once more."""
-    if any(each.__name__.endswith("Cache") for each in type(argument).__mro__):
+    if any(base.__name__.endswith("Cache") for base in type(argument).__mro__):
         raise UsageError(
             f"a unit got a {type(argument).__name__} that its forward pass fills, so it cannot be recomputed; set "
             "model.config.use_cache=False, or call the model with use_cache=False in training, or set activations.keep=all"
@@ -256,13 +260,13 @@ def _unchanged(tensor: Tensor) -> Tensor:
 def _copies_of_buffers(module: nn.Module) -> tuple[tuple[dict[str, Tensor | None], str, Tensor | None], ...]:
     """Return copies of a module's buffers, with their places. A tensor that is in several places is copied once."""
     copies: dict[int, Tensor] = {}
-    found = []
-    for each in module.modules():
-        for key, buffer in each._buffers.items():
+    replaced = []
+    for layer in module.modules():
+        for key, buffer in layer._buffers.items():
             if buffer is not None and id(buffer) not in copies:
                 copies[id(buffer)] = buffer.detach().clone()
-            found.append((each._buffers, key, None if buffer is None else copies[id(buffer)]))
-    return tuple(found)
+            replaced.append((layer._buffers, key, None if buffer is None else copies[id(buffer)]))
+    return tuple(replaced)
 
 
 @contextmanager

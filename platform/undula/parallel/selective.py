@@ -33,7 +33,7 @@ def is_kept(operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> b
     """Return whether the result of an operation is kept. After one that drew random numbers, later ones would draw others than before."""
     if operation.name().removeprefix("aten::").partition(".")[0] not in EXPENSIVE:
         return False
-    names = [each.name for each in operation._schema.arguments]
+    names = [argument.name for argument in operation._schema.arguments]
     return not {**dict(zip(names, args, strict=False)), **kwargs}.get("dropout_p", 0.0)
 
 
@@ -68,11 +68,11 @@ class _Keeping(_Mode):  # type: ignore[no-untyped-call]
     """Keeps the results of expensive operations in their order."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        found = func(*args, **(kwargs or {}))
+        result = func(*args, **(kwargs or {}))
         if is_kept(func, args, kwargs or {}):
-            value = tree_map_only(Tensor, _alias, found)
+            value = tree_map_only(Tensor, _alias, result)
             self._results.append(_Result(func, value, _versions(value)))
-        return found
+        return result
 
 
 class _Reusing(_Mode):  # type: ignore[no-untyped-call]
@@ -100,4 +100,4 @@ def _alias(tensor: Tensor) -> Tensor:
 
 
 def _versions(value: Any) -> list[int]:
-    return [each._version for each in tree_leaves(value) if isinstance(each, Tensor)]
+    return [leaf._version for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]

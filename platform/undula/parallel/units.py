@@ -21,11 +21,11 @@ def units_of(module: nn.Module, names: Literal["auto"] | Sequence[str]) -> dict[
         The units. A module inside another unit is not a unit of its own.
     """
     matches = _repeated(module) if names == "auto" else _named(module, names)
-    found: dict[str, nn.Module] = {}
-    for name, each in matches.items():
-        if not any(name.startswith(f"{outer}.") for outer in found):
-            found[name] = each
-    return found
+    units: dict[str, nn.Module] = {}
+    for name, unit in matches.items():
+        if not any(name.startswith(f"{outer}.") for outer in units):
+            units[name] = unit
+    return units
 
 
 def problem_of_units(module: nn.Module, names: Literal["auto"] | Sequence[str]) -> str | None:
@@ -39,7 +39,7 @@ def problem_of_units(module: nn.Module, names: Literal["auto"] | Sequence[str]) 
         )
     for name in names:
         if not _named(module, [name]):
-            known = [each for each, _ in module.named_children()]
+            known = [child for child, _ in module.named_children()]
             return (
                 f"activations.units has {name!r}, which matches no module of the model; its modules are {', '.join(known) or 'none'} and "
                 "the modules inside them, such as encoder.0 or, as a pattern, encoder.*"
@@ -49,8 +49,8 @@ def problem_of_units(module: nn.Module, names: Literal["auto"] | Sequence[str]) 
 
 def _named(module: nn.Module, patterns: Sequence[str]) -> dict[str, nn.Module]:
     return {
-        name: each
-        for name, each in module.named_modules()
+        name: layer
+        for name, layer in module.named_modules()
         if name and any(_matches(name.split("."), pattern.split(".")) for pattern in patterns)
     }
 
@@ -61,9 +61,9 @@ def _matches(name: list[str], pattern: list[str]) -> bool:
 
 def _repeated(module: nn.Module) -> dict[str, nn.Module]:
     rows = {
-        name: each
-        for name, each in module.named_modules()
-        if isinstance(each, CONTAINERS) and len(each) > 1 and len({type(child) for child in each}) == 1
+        name: layer
+        for name, layer in module.named_modules()
+        if isinstance(layer, CONTAINERS) and len(layer) > 1 and len({type(child) for child in layer}) == 1
     }
     if not rows:
         return {}
@@ -71,4 +71,4 @@ def _repeated(module: nn.Module) -> dict[str, nn.Module]:
     longest = max(rows.values(), key=lambda row: (not isinstance(row[0], CONTAINERS), len(row)))
     kind = type(longest[0])
     blocks = {id(child) for row in rows.values() for child in row if type(child) is kind}
-    return {name: each for name, each in module.named_modules() if id(each) in blocks}
+    return {name: layer for name, layer in module.named_modules() if id(layer) in blocks}

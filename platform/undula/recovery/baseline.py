@@ -33,7 +33,7 @@ class Baseline:
     def __init__(self, module: nn.Module, optimizer: torch.optim.Optimizer):
         self._parameters = list(module.parameters())
         self._is_sharded = is_sharded(module)
-        self._places = [each._buffers for each in module.modules() if each._buffers]
+        self._places = [layer._buffers for layer in module.modules() if layer._buffers]
         self._optimizer = optimizer
         self._addresses: list[int] = []
         self._views: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
@@ -43,7 +43,7 @@ class Baseline:
         """Each buffer, with its place."""
         self._copies: list[Tensor] = []
         self._with_extra = [
-            each for each in module.modules() if type(each).get_extra_state is not nn.Module.get_extra_state
+            layer for layer in module.modules() if type(layer).get_extra_state is not nn.Module.get_extra_state
         ]
         self._extra: list[Any] = []
         self._settings: list[dict[str, Any]] = []
@@ -55,12 +55,12 @@ class Baseline:
         self._buffers = [(place, key, buffer) for place in self._places for key, buffer in place.items()]
         now = [buffer for *_, buffer in self._buffers]
         if len(now) != len(former) or any(a is not b for a, b in zip(now, former, strict=True)):
-            self._copies = [torch.empty_like(each) for each in self._tensors()]
+            self._copies = [torch.empty_like(tensor) for tensor in self._tensors()]
         _copy(self._tensors(), self._copies)
         self._settings = [
             {key: value for key, value in group.items() if key != "params"} for group in self._optimizer.param_groups
         ]
-        self._extra = [deepcopy(each.get_extra_state()) for each in self._with_extra]
+        self._extra = [deepcopy(layer.get_extra_state()) for layer in self._with_extra]
         self._sampled = self._samples()
         self._is_taken = True
 
@@ -71,10 +71,12 @@ class Baseline:
     def moved(self) -> Tensor:
         """Return a Boolean scalar on the device, which says whether a parameter has changed since `take`."""
         now, then = self._samples(), self._sampled
-        if {kind: each.shape for kind, each in now.items()} != {kind: each.shape for kind, each in then.items()}:
+        if {kind: tensor.shape for kind, tensor in now.items()} != {
+            kind: tensor.shape for kind, tensor in then.items()
+        }:
             return torch.tensor(True, device="cpu")
-        found = [(now[kind] != then[kind]).any() for kind in then]
-        return torch.stack(found).any() if found else torch.tensor(False, device="cpu")
+        changes = [(now[kind] != then[kind]).any() for kind in then]
+        return torch.stack(changes).any() if changes else torch.tensor(False, device="cpu")
 
     @property
     def is_intact(self) -> bool:
@@ -100,13 +102,14 @@ class Baseline:
     def _samples(self) -> dict[tuple[torch.dtype, torch.device], Tensor]:
         # Attributes of a DTensor are read without recording an operation.
         own: list[Tensor] = [
-            getattr(each, "_local_tensor", each) if self._is_sharded else each for each in self._parameters
+            getattr(parameter, "_local_tensor", parameter) if self._is_sharded else parameter
+            for parameter in self._parameters
         ]
-        addresses = [each.data_ptr() for each in own]
+        addresses = [parameter.data_ptr() for parameter in own]
         if addresses != self._addresses:
             self._addresses, self._views = addresses, {}
-            for each in own:
-                self._views.setdefault((each.dtype, each.device), []).append(_sample_of(each.detach()))
+            for parameter in own:
+                self._views.setdefault((parameter.dtype, parameter.device), []).append(_sample_of(parameter.detach()))
         return {kind: torch.cat(views).view(_INTEGERS[kind[0].itemsize]) for kind, views in self._views.items()}
 
 
@@ -121,6 +124,8 @@ def _sample_of(tensor: Tensor) -> Tensor:
     every = max(count // SAMPLES, 1) | 1  # odd, so that not all elements are of the same columns
     if tuple(tensor.stride()) != dense_strides(tensor):  # one line of a tensor that is a part of another one
         longest = max(range(tensor.dim()), key=tensor.size)
-        middle = tuple(slice(None) if each == longest else tensor.size(each) // 2 for each in range(tensor.dim()))
+        middle = tuple(
+            slice(None) if dimension == longest else tensor.size(dimension) // 2 for dimension in range(tensor.dim())
+        )
         return tensor[middle]
     return tensor.as_strided((-(-count // every),), (every,))

@@ -75,9 +75,9 @@ def free_memory() -> int:
 
 def delete_former_attempts(attempt: Path) -> None:
     """Delete the snapshots of a run's former attempts, given the folder of this attempt."""
-    for each in list(attempt.parent.iterdir()):
-        if each.name.isdecimal() and int(each.name) < int(attempt.name):
-            shutil.rmtree(each, ignore_errors=True)
+    for folder in list(attempt.parent.iterdir()):
+        if folder.name.isdecimal() and int(folder.name) < int(attempt.name):
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def delete_old_runs(run: Path) -> None:
@@ -114,11 +114,11 @@ def _total(slots: Iterable[Path]) -> _Use:
 
 
 def _use_of(slot: Path) -> _Use:
-    found: dict[int, os.stat_result] = {}
+    files: dict[int, os.stat_result] = {}
     for name in (RESERVED, DATA):  # in this order, because the owner may be renaming the first to the second
         with suppress(FileNotFoundError):
             file = (slot / name).stat()
-            found[file.st_ino] = file
+            files[file.st_ino] = file
     # A reserved file will replace the data, so only its size counts.
-    promised = next((file.st_size for file in found.values()), 0)
-    return _Use(promised, sum(file.st_blocks * 512 for file in found.values()))
+    promised = next((file.st_size for file in files.values()), 0)
+    return _Use(promised, sum(file.st_blocks * 512 for file in files.values()))

@@ -170,8 +170,8 @@ def find_state(folder: Path, plan_digest: str, replicas: ReplicaClient | None, l
 
     The replicas are needed because all nodes that held a part of the state may be gone.
     """
-    found = find_snapshots(folder, plan_digest) if is_private(folder) else []
+    snapshots = find_snapshots(folder, plan_digest) if is_private(folder) else []
     if replicas:
         fetched = replicas.fetch(layout.rank, layout.world_size)
-        found += [each for each in fetched if each.plan_digest == plan_digest]
-    return found
+        snapshots += [snapshot for snapshot in fetched if snapshot.plan_digest == plan_digest]
+    return snapshots

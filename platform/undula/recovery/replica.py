@@ -91,10 +91,10 @@ class ReplicaClient:
     def fetch(self, rank: int, world_size: int) -> list[Snapshot]:
         """Fetch a rank's share of the snapshots that the controller holds."""
         try:
-            found = ray.get(self._controller.stored_replicas.remote(rank, world_size))
+            replicas = ray.get(self._controller.stored_replicas.remote(rank, world_size))
         except RayError:  # the run can still resume from a checkpoint
             return []
-        return [parsed(meta, bytearray(data), "the memory of the head") for meta, data in found]
+        return [parsed(meta, bytearray(data), "the memory of the head") for meta, data in replicas]
 
     def _send(self, state_bytes: int, meta: bytes, data: memoryview) -> None:
         began = time.monotonic()

@@ -3,6 +3,7 @@
 It is the newest complete state that the ranks of the group hold together or that an undamaged checkpoint has, or else that of step 0.
 """
 
+import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
@@ -128,10 +129,10 @@ class Restorer:
 
     def _from_ranks(self, offers: Sequence[Offer], answers: Answers, age: Age) -> Restored:
         self.begin(age[1])
-        holdings = [[holding for each, holding in of_rank if each == age] for of_rank in answers]
+        holdings = [[holding for their_age, holding in of_rank if their_age == age] for of_rank in answers]
         source = next(rank for rank, of_rank in enumerate(holdings) if of_rank)
         mine = [offer for offer in offers if offer.age == age]
-        self.enter(STARTING, sum(each.bytes for each in mine if isinstance(each, Snapshot)) / MEMORY_BYTES_S)
+        self.enter(STARTING, sum(offer.bytes for offer in mine if isinstance(offer, Snapshot)) / MEMORY_BYTES_S)
         whole = next((offer for offer in mine if offer.holding is None), None)
         held = [whole.load()] if whole else [offer.load() for offer in mine]
         common: list[Any] = [None, None, None, None]
@@ -150,7 +151,7 @@ class Restorer:
     def _share(self, targets: Targets, held: Sequence[RankState], holdings: Sequence[Sequence[Holding | None]]) -> None:
         """Broadcast a state that the ranks hold together, and copy from it the pieces that this rank needs."""
         layout, pieces = self.layout, targets.pieces
-        own = {(name, piece.box): piece.tensor for each in held for name, piece in each.pieces.items()}
+        own = {(name, piece.box): piece.tensor for state in held for name, piece in state.pieces.items()}
         for source, bucket in _buckets(_sources(pieces, holdings), pieces):
             example = pieces[bucket[0][0]].tensor
             sizes = [torch.Size(box[1]).numel() for _, box in bucket]
@@ -172,7 +173,7 @@ def _newest_complete(answers: Answers) -> Age:
     Surviving ranks may differ by one step, because one of them may have committed a step before the group broke.
     """
     by_age: dict[Age, list[Holding | None]] = {}
-    for age, holding in (each for of_rank in answers for each in of_rank):
+    for age, holding in itertools.chain(*answers):
         by_age.setdefault(age, []).append(holding)
     return max((age for age, holdings in by_age.items() if is_complete(holdings)), default=NEVER)
 
@@ -185,13 +186,13 @@ def _sources(targets: Mapping[str, Piece], holdings: Sequence[Sequence[Holding |
     for source, of_rank in enumerate(holdings):
         if None in of_rank:
             return [(source, name, ((0,) * len(piece.shape), piece.shape)) for name, piece in sorted(targets.items())]
-    found: dict[tuple[str, Box], int] = {}
+    sources: dict[tuple[str, Box], int] = {}
     for source, of_rank in enumerate(holdings):
         for holding in of_rank:
             for name, box in (holding.boxes if holding else {}).items():
                 if name in targets:
-                    found.setdefault((name, box), source)
-    return sorted((source, name, box) for (name, box), source in found.items())
+                    sources.setdefault((name, box), source)
+    return sorted((source, name, box) for (name, box), source in sources.items())
 
 
 def _buckets(

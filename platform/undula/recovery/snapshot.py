@@ -149,24 +149,24 @@ def is_private(folder: Path) -> bool:
     The parent itself could have been made by another user, because all users can write to the file system that it is in.
     """
     try:
-        found = folder.parent.lstat()
+        state = folder.parent.lstat()
     except OSError:
         return False
     return (
-        stat.S_ISDIR(found.st_mode)
-        and found.st_uid == os.getuid()
-        and not found.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+        stat.S_ISDIR(state.st_mode)
+        and state.st_uid == os.getuid()
+        and not state.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
     )
 
 
 def available_memory() -> int:
     """Return the bytes of memory that a process can still allocate: those of the machine, or of its control group if that has less."""
-    found = [int(psutil.virtual_memory().available)]
+    available = [int(psutil.virtual_memory().available)]
     for folder, limit, used, cached in CONTROL_GROUPS:
         with suppress(OSError, ValueError):  # the machine uses the other version, or sets no limit
             (reclaimable,) = re.findall(rf"^{cached} (\d+)$", (folder / "memory.stat").read_text(), re.MULTILINE)
-            found.append(int((folder / limit).read_text()) - int((folder / used).read_text()) + int(reclaimable))
-    return max(min(found), 0)
+            available.append(int((folder / limit).read_text()) - int((folder / used).read_text()) + int(reclaimable))
+    return max(min(available), 0)
 
 
 def slots_below(folder: Path) -> Iterator[Path]:
@@ -176,15 +176,15 @@ def slots_below(folder: Path) -> Iterator[Path]:
 
 def find_snapshots(folder: Path, plan_digest: str) -> list[Snapshot]:
     """Find the complete snapshots of a plan below a folder in the memory of this node."""
-    found = []
+    snapshots = []
     for slot in slots_below(folder):
         try:
             snapshot = parsed((slot / META).read_bytes(), slot / DATA)
         except (OSError, ValueError):
             continue
         if snapshot.plan_digest == plan_digest:
-            found.append(snapshot)
-    return found
+            snapshots.append(snapshot)
+    return snapshots
 
 
 def parsed(meta: bytes, data: Path | bytearray, origin: str = "the memory of a node") -> Snapshot:

@@ -142,8 +142,8 @@ def _claimed(store: Store) -> list[int]:
 
 
 def _numbers(store: Store, kind: str) -> list[int]:
-    found = [re.fullmatch(rf"(\d{{6,}})\.{kind}\.json", name) for name in store.names(ATTEMPTS)]
-    return [int(match[1]) for match in found if match]
+    matches = [re.fullmatch(rf"(\d{{6,}})\.{kind}\.json", name) for name in store.names(ATTEMPTS)]
+    return [int(match[1]) for match in matches if match]
 
 
 def _claim_json() -> bytes:

@@ -47,7 +47,7 @@ def shares(claims: Sequence[Sequence[Claim]]) -> list[list[str]]:
     loads = [0] * len(claims)
     found: list[list[str]] = [[] for _ in claims]
     # Boxes that only one rank holds come first, then the largest ones, so that the boxes with a choice of ranks even out the loads.
-    for name, box in sorted(owners, key=lambda each: (len(owners[each]) > 1, -sizes[each], each)):
+    for name, box in sorted(owners, key=lambda piece: (len(owners[piece]) > 1, -sizes[piece], piece)):
         rank = min(owners[name, box], key=lambda rank: (loads[rank], rank))
         loads[rank] += sizes[name, box]
         found[rank].append(name)

@@ -105,7 +105,7 @@ def find_commits(store: Store, lineage: Lineage | None = None) -> tuple[list[Com
 def best_commit(commits: Sequence[Commit], goal: GoalSpec) -> Commit | None:
     """Return the checkpoint whose validation had the best value; None if none of them was validated with a finite value."""
     results = {commit.folder: commit.results for commit in commits}
-    validated = {folder: each for folder, each in results.items() if each.step == step_of(folder)}
+    validated = {folder: result for folder, result in results.items() if result.step == step_of(folder)}
     best = best_of(validated, goal)
     return next((commit for commit in commits if commit.folder == best), None)
 

@@ -48,8 +48,8 @@ def export_weights(store: Store, out: Store, which: Which = "last", file_bytes: 
         SpecError: The folder has exported weights already.
         CheckpointError: There is no such checkpoint, it is damaged, or it has a tensor of a dtype that the format does not have.
     """
-    if found := sorted(name for name in out.names("") if name.startswith("model") and ".safetensors" in name):
-        raise SpecError(f"{out.url} has {found[0]!r} already; name another folder with --out, or delete it there")
+    if present := sorted(name for name in out.names("") if name.startswith("model") and ".safetensors" in name):
+        raise SpecError(f"{out.url} has {present[0]!r} already; name another folder with --out, or delete it there")
     commit = chosen_checkpoint(store, which)
     table = {name: spec for name, spec in table_of(commit).items() if name.startswith(MODEL) and not is_extra(name)}
     for name, spec in table.items():
@@ -96,7 +96,9 @@ def _write(store: Store, commit: Commit, out: Store, name: str, part: Mapping[st
     read_pieces(store, commit, {key: piece_of(tensor) for key, tensor in tensors.items()})
     # transformers refuses a file that does not say that its tensors are PyTorch's.
     metadata = {"format": "pt", "undula_step": str(commit.step)}
-    out.write_buffers(name, file_buffers({key.removeprefix(MODEL): each for key, each in tensors.items()}, metadata))
+    out.write_buffers(
+        name, file_buffers({key.removeprefix(MODEL): tensor for key, tensor in tensors.items()}, metadata)
+    )
 
 
 def _bytes_of(spec: TensorSpec) -> int:

@@ -100,8 +100,8 @@ class ValidationResults:
 
     def best(self, goal: GoalSpec) -> Best | None:
         """Return the best value; None if no validation has returned that mean."""
-        found = self._entry.get("best", {}).get(goal.metric)
-        return Best(*found[goal.mode]) if found else None
+        kept = self._entry.get("best", {}).get(goal.metric)
+        return Best(*kept[goal.mode]) if kept else None
 
     def is_best(self, goal: GoalSpec | None, step: int) -> bool:
         """Return whether the best value so far is that of the validation after `step` steps."""
@@ -131,7 +131,7 @@ def best_of(results: Mapping[str, ValidationResults], goal: GoalSpec) -> str | N
         goal: The mean, and which values are better.
     """
     sign = 1.0 if goal.mode == "min" else -1.0
-    values = {name: each.means.get(goal.metric, math.nan) for name, each in results.items()}
+    values = {name: result.means.get(goal.metric, math.nan) for name, result in results.items()}
     finite = {name: sign * value for name, value in values.items() if math.isfinite(value)}
     return min(finite, key=lambda name: (finite[name], results[name].step)) if finite else None
 

@@ -215,8 +215,8 @@ def recorded_attempts(store: Store) -> frozenset[int]:
 
     Those that have none left, because their files were merged, are older than an attempt that has begun.
     """
-    found = [re.match(r"events-(\d{6})-", name) for name in file_names(store)]
-    return frozenset(int(match[1]) for match in found if match)
+    matches = [re.match(r"events-(\d{6})-", name) for name in file_names(store)]
+    return frozenset(int(match[1]) for match in matches if match)
 
 
 def steps_done(steps: pa.Table) -> int:
@@ -237,5 +237,5 @@ def events_of(table: pa.Table, event_type: type[E]) -> list[E]:
 
 def last_event(table: pa.Table, event_type: type[E]) -> E | None:
     """Return the last event of one type among rows of EVENT_SCHEMA; None if there is none."""
-    found = events_of(table, event_type)
-    return found[-1] if found else None
+    events = events_of(table, event_type)
+    return events[-1] if events else None

@@ -69,8 +69,8 @@ def compact(store: Store) -> bool:
 
 def _merge(store: Store, kind: Kind, sources: Sequence[str], number: int) -> bool:
     """Merge files into one that has a number. Those that cannot be read, or are gone, are left alone."""
-    found = read_each(store, sorted(sources))
-    tables = {name: result for name, result in found.items() if isinstance(result, pa.Table)}
+    results = read_each(store, sorted(sources))
+    tables = {name: result for name, result in results.items() if isinstance(result, pa.Table)}
     if len(tables) < 2:
         return False
     # The token keeps two processes that choose the same number from writing the same file.

@@ -120,9 +120,9 @@ def read_files(store: Store, known: Collection[str] = ()) -> dict[str, pa.Table]
     failed: set[str] = set()
     names = file_names(store)
     for _ in range(MOST_LISTINGS):
-        found = read_each(store, sorted(names - tables.keys() - {*known}))
+        results = read_each(store, sorted(names - tables.keys() - {*known}))
         listed = file_names(store)
-        for name, result in found.items():
+        for name, result in results.items():
             if isinstance(result, pa.Table):
                 tables[name] = result
             elif name in failed and name in listed:

@@ -39,8 +39,8 @@ def _locate(kind: str, given: str, runs: str | None, files: tuple[str, ...]) -> 
     for store in order:
         if any(store.exists(file) for file in files):
             return store
-    if found := next((store for store in order if store.exists()), None):
-        return found  # the caller reports what the folder lacks
+    if existing := next((store for store in order if store.exists()), None):
+        return existing  # the caller reports what the folder lacks
     raise RunError(
         f"there is no {kind} {given} in {runs or default_runs()}, and no folder {given} here; give the {kind}'s directory, or the "
         "folder of the runs with --runs"

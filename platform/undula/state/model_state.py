@@ -107,16 +107,16 @@ def load_model_state(model: nn.Module, state: Mapping[str, Any]) -> None:
     """
     bare = bare_module(model)
     keys = {MODEL + _plain(key): key for key in bare.state_dict()}
-    found, used = {}, set(keys)
+    values, used = {}, set(keys)
     for name, key in keys.items():
         if name not in state:
             raise CheckpointError(f"the saved state lacks {name!r}, which the model has; {FITS}")
         value = state[name]
         used.update(() if isinstance(value, Tensor) else tensor_names(value))
-        found[key] = value if isinstance(value, Tensor) else decode(value, state)
+        values[key] = value if isinstance(value, Tensor) else decode(value, state)
     if extra := sorted(name for name in state if name.startswith(MODEL) and name not in used):
         raise CheckpointError(f"the saved state has {extra[0]!r}, which the model lacks; {FITS}")
-    bare.load_state_dict(found)
+    bare.load_state_dict(values)
 
 
 def model_targets(model: nn.Module, table: Table) -> dict[str, Tensor]:
@@ -160,8 +160,10 @@ def empty_like_saved(model: nn.Module, optimizer: torch.optim.Optimizer, table: 
         shape, present = spec.shape, own.get(name)
         if name.startswith(MODEL) and not is_extra(name):
             if present is None or tuple(present.shape) != shape:
-                found = "lacks it" if present is None else f"has it with shape {tuple(present.shape)}"
-                raise CheckpointError(f"the saved state has {name!r} with shape {shape}, but the model {found}; {FITS}")
+                difference = "lacks it" if present is None else f"has it with shape {tuple(present.shape)}"
+                raise CheckpointError(
+                    f"the saved state has {name!r} with shape {shape}, but the model {difference}; {FITS}"
+                )
             targets[name] = present
         elif present is not None and not is_extra(name) and spec_of(piece_of(present)) == spec:
             targets[name] = present
@@ -226,7 +228,7 @@ def _parameter_names(model: nn.Module) -> dict[Tensor, str]:
 
 
 def _parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    return {_plain(name): each for name, each in bare_module(model).named_parameters(remove_duplicate=False)}
+    return {_plain(name): parameter for name, parameter in bare_module(model).named_parameters(remove_duplicate=False)}
 
 
 def _owner(name: str, parameters: Mapping[str, nn.Parameter]) -> tuple[str, str] | None:

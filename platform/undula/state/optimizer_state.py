@@ -92,7 +92,7 @@ def state_like(optimizer: torch.optim.Optimizer, parameter: nn.Parameter, key: s
         return torch.empty_like(parameter, dtype=dtype_named(spec.dtype), requires_grad=False)
     is_on_device = key != "step"
     for group in optimizer.param_groups:
-        if any(parameter is each for each in group["params"]):
+        if any(parameter is member for member in group["params"]):
             is_on_device |= bool(group.get("capturable") or group.get("fused"))
     return empty_tensor(spec, parameter.device if is_on_device else None)
 
@@ -101,13 +101,13 @@ def _extras(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """Return the entries of an optimizer's `state_dict()` that torch's optimizers do not have."""
     if type(optimizer).state_dict is torch.optim.Optimizer.state_dict:
         return {}
-    found = optimizer.state_dict()
-    if not {"state", "param_groups"} <= found.keys() or len(found["state"]) != len(optimizer.state):
+    state = optimizer.state_dict()
+    if not {"state", "param_groups"} <= state.keys() or len(state["state"]) != len(optimizer.state):
         raise UsageError(
             f"the state_dict() of {type(optimizer).__name__} does not have the form of a torch optimizer's, so a run could not resume; "
             "use the optimizer that it wraps, or another one"
         )
-    return {key: value for key, value in found.items() if key not in ("state", "param_groups")}
+    return {key: value for key, value in state.items() if key not in ("state", "param_groups")}
 
 
 def _load_groups(
@@ -124,7 +124,7 @@ def _load_groups(
         if number == len(optimizer.param_groups):
             optimizer.add_param_group({"params": members, **settings})
         present = optimizer.param_groups[number]
-        if not {id(each) for each in present["params"]} <= {id(each) for each in members}:
+        if not {id(member) for member in present["params"]} <= {id(member) for member in members}:
             raise CheckpointError(
                 f"parameter group {number} of the optimizer has parameters that the saved one lacks; {FITS}"
             )

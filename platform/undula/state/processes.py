@@ -44,11 +44,11 @@ def identity_of(process: Handle) -> ProcessIdentity:
     Raises:
         psutil.NoSuchProcess: The process has ended, and its parent has waited for it.
     """
-    found, namespace = _checked(process), _namespace()
+    alive, namespace = _checked(process), _namespace()
     try:
-        return ProcessIdentity(namespace, found.pid, _started(found.pid) if namespace else 0)
+        return ProcessIdentity(namespace, alive.pid, _started(alive.pid) if namespace else 0)
     except OSError:
-        raise psutil.NoSuchProcess(found.pid) from None
+        raise psutil.NoSuchProcess(alive.pid) from None
 
 
 def own_identity() -> ProcessIdentity:
@@ -61,9 +61,9 @@ def find_process(identity: ProcessIdentity) -> psutil.Process | None:
     if not identity.is_visible:
         return None
     with suppress(psutil.Error, OSError):
-        found = psutil.Process(identity.pid)
-        if _started(found.pid) == identity.started:
-            return found
+        process = psutil.Process(identity.pid)
+        if _started(process.pid) == identity.started:
+            return process
     return None
 
 
@@ -86,8 +86,8 @@ def is_known_to_have_ended(identity: ProcessIdentity) -> bool:
 def is_alive(process: Handle) -> bool:
     """Return whether a process has not ended. A child that has ended is not waited for, so that its id remains its own."""
     try:
-        found = _checked(process)
-        return bool(found.is_running() and found.status() != psutil.STATUS_ZOMBIE)
+        alive = _checked(process)
+        return bool(alive.is_running() and alive.status() != psutil.STATUS_ZOMBIE)
     except psutil.NoSuchProcess:
         return False
 
@@ -108,8 +108,8 @@ def send_signal(process: Handle, number: int) -> None:
 
 def kill_tree(process: Handle) -> None:
     """Send SIGKILL to a process and all its descendants."""
-    for each in [process, *descendants(process)]:
-        send_signal(each, signal.SIGKILL)
+    for member in [process, *descendants(process)]:
+        send_signal(member, signal.SIGKILL)
 
 
 def signal_group(leader: Handle, number: int) -> None:
@@ -120,9 +120,9 @@ def signal_group(leader: Handle, number: int) -> None:
         number: Number of the signal.
     """
     with suppress(psutil.NoSuchProcess, ProcessLookupError):
-        found = _checked(leader)
-        if found.is_running():
-            os.killpg(found.pid, number)
+        alive = _checked(leader)
+        if alive.is_running():
+            os.killpg(alive.pid, number)
 
 
 def end_group(leader: "subprocess.Popen[Any]", patience_s: float) -> None:

@@ -67,15 +67,15 @@ def chosen_checkpoint(store: Store, which: Which) -> Commit:
     """
     commits, damaged = find_commits(store)
     steps = sorted({commit.step for commit in commits})
-    found = [commit for commit in commits if which in ("last", commit.step)]
+    chosen = [commit for commit in commits if which in ("last", commit.step)]
     if which == "best" and commits:
-        found = [_best(store, commits)]
-    if not found:
+        chosen = [_best(store, commits)]
+    if not chosen:
         has = f"has checkpoints of the steps {', '.join(map(str, steps))}" if steps else "has no checkpoint yet"
         unreadable = f" ({'; '.join(damaged.values())})" if damaged else ""
         wanted = "" if which in ("last", "best") else f", and none of step {which}"
         raise CheckpointError(f"{store.url} {has}{wanted}{unreadable}; name a step that it has")
-    commit = found[0]
+    commit = chosen[0]
     if damage := commit.damage(store, sorted(commit.files)):
         others = ", ".join(str(step) for step in steps if step != commit.step)
         raise CheckpointError(f"{damage}; name another step" + (f" ({others})" if others else ""))
@@ -87,12 +87,12 @@ def _best(store: Store, commits: Sequence[Commit]) -> Commit:
     recorded = job_record(store).get("spec", {}).get("checkpoint", {}).get("keep_best")
     goal = GoalSpec(**(recorded or {}))
     by = f"by {goal.metric} ({goal.mode})"
-    best, found = commits[0].results.best(goal), best_commit(commits, goal)
+    best, kept = commits[0].results.best(goal), best_commit(commits, goal)
     if best is None or best.step is None:
         raise CheckpointError(
             f"{store.url} has no validation that could be the best one {by}; use the last checkpoint or a step"
         )
-    if found is None or found.step != best.step:
+    if kept is None or kept.step != best.step:
         steps = ", ".join(map(str, sorted({commit.step for commit in commits})))
         lost = "could not be written" if recorded is not None else "was not kept"
         advice = "" if recorded is not None else "set checkpoint.keep_best before a run, or "
@@ -100,7 +100,7 @@ def _best(store: Store, commits: Sequence[Commit]) -> Commit:
             f"the best validation of {store.url} {by} is that of step {best.step}, whose checkpoint {lost} (it has {steps}); {advice}use "
             "the last checkpoint or a step"
         )
-    return found
+    return kept
 
 
 def parsed_which(text: str) -> Which:

@@ -44,10 +44,10 @@ class S3Handler(fs.FileSystemHandler):  # type: ignore[misc]  # pyarrow has no t
         bucket, folder = split_path(selector.base_dir.removesuffix("/"), self.anonymous)
         prefix = f"{folder}/" if folder else ""
         with named_errors("list", f"s3://{selector.base_dir}"):
-            found = [each for each in bucket.list(prefix) if each.key != prefix]
-        if not found and not selector.allow_not_found:
+            objects = [entry for entry in bucket.list(prefix) if entry.key != prefix]
+        if not objects and not selector.allow_not_found:
             raise FileNotFoundError(f"s3://{selector.base_dir} does not exist")
-        infos = {info.path: info for each in found for info in _with_folders(bucket.name, prefix, each)}
+        infos = {info.path: info for entry in objects for info in _with_folders(bucket.name, prefix, entry)}
         return [
             info
             for info in infos.values()
@@ -110,17 +110,17 @@ class S3Handler(fs.FileSystemHandler):  # type: ignore[misc]  # pyarrow has no t
     def _info(self, path: str) -> fs.FileInfo:
         bucket, key = split_path(path.removesuffix("/"), self.anonymous)
         with named_errors("read", f"s3://{path}"):
-            if key and (found := bucket.head(key)):
-                return fs.FileInfo(path, fs.FileType.File, size=found.bytes)
+            if key and (head := bucket.head(key)):
+                return fs.FileInfo(path, fs.FileType.File, size=head.bytes)
             is_folder = bucket.has_any(f"{key}/" if key else "")
         return fs.FileInfo(path, fs.FileType.Directory if is_folder else fs.FileType.NotFound)
 
 
-def _with_folders(bucket: str, prefix: str, found: Object) -> Iterator[fs.FileInfo]:
+def _with_folders(bucket: str, prefix: str, entry: Object) -> Iterator[fs.FileInfo]:
     """Yield an object below a prefix and the folders between them."""
-    place = found.key.find("/", len(prefix))
+    place = entry.key.find("/", len(prefix))
     while place >= 0:
-        yield fs.FileInfo(f"{bucket}/{found.key[:place]}", fs.FileType.Directory)
-        place = found.key.find("/", place + 1)
-    if not found.key.endswith("/"):
-        yield fs.FileInfo(f"{bucket}/{found.key}", fs.FileType.File, size=found.bytes)
+        yield fs.FileInfo(f"{bucket}/{entry.key[:place]}", fs.FileType.Directory)
+        place = entry.key.find("/", place + 1)
+    if not entry.key.endswith("/"):
+        yield fs.FileInfo(f"{bucket}/{entry.key}", fs.FileType.File, size=entry.bytes)

@@ -63,8 +63,8 @@ def files_below(
     """
     try:
         state = folder.stat()
-        with os.scandir(folder) as found:
-            entries = list(found)
+        with os.scandir(folder) as scanned:
+            entries = list(scanned)
     except (FileNotFoundError, NotADirectoryError):
         return
     except PermissionError as error:

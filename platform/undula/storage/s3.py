@@ -44,10 +44,10 @@ def require_credentials(url: str) -> None:
 
     try:
         with _lock:
-            found = _session().get_credentials() is not None
+            has_credentials = _session().get_credentials() is not None
     except BotoCoreError as error:
         raise StorageError(f"cannot use {url}: {error}") from error
-    if not found:
+    if not has_credentials:
         forget_clients()  # they may be there when somebody asks again
         raise StorageError(
             f"no AWS credentials were found for {url}; set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE, "

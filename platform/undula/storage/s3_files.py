@@ -27,11 +27,11 @@ class S3File(SeekableFile):
     """
 
     def __init__(self, bucket: Bucket, key: str):
-        found = bucket.head(key)
-        if found is None:
+        head = bucket.head(key)
+        if head is None:
             raise MissingError(f"{bucket.url}/{key} does not exist")
-        super().__init__(found.bytes)
-        self._bucket, self._object = bucket, found
+        super().__init__(head.bytes)
+        self._bucket, self._object = bucket, head
         self._ahead_start, self._ahead = 0, memoryview(b"")
         self._ahead_bytes = FIRST_AHEAD_BYTES
 

@@ -59,18 +59,18 @@ class Bucket:
         from botocore.exceptions import ClientError
 
         try:
-            found = self._send("head_object", Key=key)
+            answer = self._send("head_object", Key=key)
         except ClientError as error:
             if status_of(error) == _MISSING:
                 return None
             raise
-        return Object(key, found["ContentLength"], found["ETag"])
+        return Object(key, answer["ContentLength"], answer["ETag"])
 
     def read(self, key: str) -> bytes:
         """Read a whole object with one request, so that the result is the content of a single write."""
         return retried(lambda: bytes(self._once("get_object", Key=key)["Body"].read()), self.url)
 
-    def read_into(self, found: Object, start: int, into: memoryview, limit_s: float | None = None) -> None:
+    def read_into(self, source: Object, start: int, into: memoryview, limit_s: float | None = None) -> None:
         """Fill `into` with the bytes of an object from `start` on, with one request.
 
         Raises:
@@ -78,11 +78,13 @@ class Bucket:
             ChangedError: The object has another ETag.
             StorageError: The store does not support range requests.
         """
-        retried(lambda: self._read_range(found, start, into), self.url, limit_s)
+        retried(lambda: self._read_range(source, start, into), self.url, limit_s)
 
-    def fill(self, found: Object, ranges: Iterable[tuple[int, memoryview]]) -> None:
+    def fill(self, source: Object, ranges: Iterable[tuple[int, memoryview]]) -> None:
         """Fill the views with the bytes of an object from their start on. Large ones are read in parts, several at a time."""
-        in_parallel(lambda part: self.read_into(found, *part), [each for wanted in ranges for each in parts(*wanted)])
+        in_parallel(
+            lambda part: self.read_into(source, *part), [piece for wanted in ranges for piece in parts(*wanted)]
+        )
 
     def list(self, prefix: str = "", is_flat: bool = False, after: str = "") -> Iterator[Object]:
         """Yield the objects whose keys begin with `prefix`, ordered by key.
@@ -97,8 +99,8 @@ class Bucket:
             more["StartAfter"] = after
         while True:
             page = self._send("list_objects_v2", Prefix=prefix, **more)
-            for found in page.get("Contents", ()):
-                yield Object(found["Key"], found["Size"], found["ETag"])
+            for entry in page.get("Contents", ()):
+                yield Object(entry["Key"], entry["Size"], entry["ETag"])
             if not page.get("IsTruncated"):
                 return
             more["ContinuationToken"] = page["NextContinuationToken"]
@@ -115,8 +117,8 @@ class Bucket:
             prefix = os.path.commonprefix((wanted[0], wanted[-1]))  # noqa: RUF071
             listed = self.list(prefix, after=keys[start - 1] if start else "")
             # The listing is lazy, so a page that has the last of the keys is not followed by another request.
-            upto, known = itertools.takewhile(lambda found: found.key <= wanted[-1], listed), set(wanted)
-            return [found for found in upto if found.key in known]
+            upto, known = itertools.takewhile(lambda entry: entry.key <= wanted[-1], listed), set(wanted)
+            return [entry for entry in upto if entry.key in known]
 
         for objects in in_parallel(page, range(0, len(keys), _KEYS_OF_PAGE)):
             yield from objects
@@ -160,7 +162,7 @@ class Bucket:
 
     def delete_below(self, prefix: str) -> None:
         """Delete all objects whose keys begin with `prefix`, one by one, because not every S3 server deletes several with one request."""
-        in_parallel(self.delete, [found.key for found in self.list(prefix)])
+        in_parallel(self.delete, [entry.key for entry in self.list(prefix)])
 
     def _send(self, operation: str, **parameters: Any) -> Any:
         return retried(lambda: self._once(operation, **parameters), self.url)
@@ -168,23 +170,23 @@ class Bucket:
     def _once(self, operation: str, **parameters: Any) -> Any:
         return getattr(s3_client(self.anonymous), operation)(Bucket=self.name, **parameters)
 
-    def _read_range(self, found: Object, start: int, into: memoryview) -> None:
+    def _read_range(self, source: Object, start: int, into: memoryview) -> None:
         from botocore.exceptions import ClientError
 
         asked = f"bytes {start}-{start + len(into) - 1}"
         try:
-            answer = self._conditional("get_object", found.etag, Key=found.key, Range=asked.replace(" ", "="))
+            answer = self._conditional("get_object", source.etag, Key=source.key, Range=asked.replace(" ", "="))
         except ClientError as error:
             if status_of(error) == _MISSING:
-                raise MissingError(f"{self.url}/{found.key} does not exist") from error
+                raise MissingError(f"{self.url}/{source.key} does not exist") from error
             if status_of(error) == _OUT_OF_RANGE:
-                raise _changed(self, found) from error
+                raise _changed(self, source) from error
             raise
-        if not is_same(answer["ETag"], found.etag):
-            raise _changed(self, found)
+        if not is_same(answer["ETag"], source.etag):
+            raise _changed(self, source)
         if not str(answer.get("ContentRange")).startswith(f"{asked}/"):
             raise StorageError(
-                f"cannot read {self.url}/{found.key}: the store returned another range than the requested one; "
+                f"cannot read {self.url}/{source.key}: the store returned another range than the requested one; "
                 "use a store that supports range requests"
             )
         done = 0
@@ -265,19 +267,19 @@ def parts(start: int, view: memoryview) -> Iterator[tuple[int, memoryview]]:
 def in_parallel(function: Callable[[A], B], arguments: Sequence[A]) -> list[B]:
     """Call a function with each argument, several at a time. It must not call this function again."""
     if len(arguments) < 2:
-        return [function(each) for each in arguments]
+        return [function(argument) for argument in arguments]
     return list(_threads().map(function, arguments))
 
 
 def slices(buffers: Buffers, start: int, length: int) -> Buffers:
     """Return the part [start, start + length) of some buffers without copying it."""
-    found: list[memoryview] = []
+    pieces: list[memoryview] = []
     for buffer in buffers:
         piece = memoryview(buffer)[max(start, 0) : max(start + length, 0)]
         if piece:
-            found.append(piece)
+            pieces.append(piece)
         start -= len(buffer)
-    return found
+    return pieces
 
 
 class SeekableFile(io.RawIOBase):
@@ -327,8 +329,8 @@ class Joined(SeekableFile):
         return len(chunk)
 
 
-def _changed(bucket: Bucket, found: Object) -> ChangedError:
-    return ChangedError(f"{bucket.url}/{found.key} has changed")
+def _changed(bucket: Bucket, source: Object) -> ChangedError:
+    return ChangedError(f"{bucket.url}/{source.key} has changed")
 
 
 @cache

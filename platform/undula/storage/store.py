@@ -148,8 +148,8 @@ class Store:
                 return {name: _local_entry(name, state) for name, state in states if state}
             bucket, root = self.on_s3()
             root = f"{root}/" if root else ""
-            found = bucket.find(sorted(f"{root}{name}" for name in names))
-            return {entry.name: entry for entry in (_s3_entry(root, each) for each in found)}
+            objects = bucket.find(sorted(f"{root}{name}" for name in names))
+            return {entry.name: entry for entry in (_s3_entry(root, description) for description in objects)}
 
     def names(self, folder: str) -> set[str]:
         """Return the names of the files in a folder, but not of those in its subfolders. This needs no look at each file."""
@@ -184,17 +184,17 @@ class Store:
     def _list_s3(self, prefix: str, is_flat: bool = False) -> Iterator[Entry]:
         bucket, root = self.on_s3()
         root = f"{root}/" if root else ""
-        for found in bucket.list(root + (f"{prefix}/" if prefix else ""), is_flat):
-            if not found.key.endswith("/"):
-                yield _s3_entry(root, found)
+        for entry in bucket.list(root + (f"{prefix}/" if prefix else ""), is_flat):
+            if not entry.key.endswith("/"):
+                yield _s3_entry(root, entry)
 
 
 def _local_entry(name: str, state: os.stat_result) -> Entry:
     return Entry(name, state.st_size, f"size {state.st_size}, mtime {state.st_mtime_ns}")
 
 
-def _s3_entry(root: str, found: Object) -> Entry:
-    return Entry(found.key.removeprefix(root), found.bytes, f"etag {bare(found.etag)}")
+def _s3_entry(root: str, source: Object) -> Entry:
+    return Entry(source.key.removeprefix(root), source.bytes, f"etag {bare(source.etag)}")
 
 
 def open_store(url: str, anonymous: bool = False) -> Store:

@@ -29,18 +29,18 @@ def fit_exponent(batches: Sequence[AtBatch]) -> PowerLaw:
     Raises:
         ValueError: Fewer than two different batches have an optimum that the tried rates bracket.
     """
-    fit = fit_power_law([each.optimum for each in batches if each.optimum])
-    used = [each for each in batches if each.optimum and each.optimum.interior]
+    fit = fit_power_law([tuned.optimum for tuned in batches if tuned.optimum])
+    used = [tuned for tuned in batches if tuned.optimum and tuned.optimum.interior]
     gaps = np.array([optimum.open for optimum in fit.used])
-    away = np.log([each.batch for each in used])
+    away = np.log([tuned.batch for tuned in used])
     away = away - away.mean()
     open_by = float(np.abs(away) @ gaps / (away @ away))
     low, high = fit.interval.low, fit.interval.high
-    seeds = min(len(each.seeds) for each in used)
+    seeds = min(len(tuned.seeds) for tuned in used)
     if seeds > 1 and len(used) > 2:
         drawn = _exponents_of_draws(used)
         if len(drawn):
-            free = sum(len(each.seeds) - 1 for each in used)
+            free = sum(len(tuned.seeds) - 1 for tuned in used)
             wider = sqrt(seeds / (seeds - 1)) * float(stdtrit(free, 0.975) / ndtri(0.975))
             below, above = np.quantile(drawn, [0.025, 0.975]) - fit.exponent
             low, high = min(low, fit.exponent + wider * float(below)), max(high, fit.exponent + wider * float(above))
@@ -53,11 +53,11 @@ def _exponents_of_draws(used: Sequence[AtBatch], seed: int = 0) -> Floats:
     exponents = []
     for _ in range(RESAMPLES):
         optima = []
-        for each in used:
-            drawn = with_seeds(each.points, rng.choice(each.seeds, len(each.seeds)).tolist())
-            optimum = optimum_of(each.batch, drawn)
+        for tuned in used:
+            drawn = with_seeds(tuned.points, rng.choice(tuned.seeds, len(tuned.seeds)).tolist())
+            optimum = optimum_of(tuned.batch, drawn)
             optima += [optimum] if optimum and optimum.interior else []
         if len(optima) > 1:
-            x, y = np.log([each.batch for each in optima]), np.log([each.rate for each in optima])
+            x, y = np.log([best.batch for best in optima]), np.log([best.rate for best in optima])
             exponents.append(float((x - x.mean()) @ y / ((x - x.mean()) @ (x - x.mean()))))
     return np.array(exponents)

@@ -57,12 +57,12 @@ class Law:
     @property
     def low(self) -> float:
         """Smallest batch of the fit."""
-        return min(each.batch for each in self.fit.used)
+        return min(tuned.batch for tuned in self.fit.used)
 
     @property
     def high(self) -> float:
         """Largest batch of the fit."""
-        return max(each.batch for each in self.fit.used)
+        return max(tuned.batch for tuned in self.fit.used)
 
     @property
     def batches(self) -> str:
@@ -74,7 +74,7 @@ class Law:
         return not all(self.fit.interval.holds(power) for power in powers().values())
 
     def rules(self, judgement: Judgement) -> list[RuleName]:
-        return [each.rule for each in self.verdicts if each.judgement == judgement]
+        return [verdict.rule for verdict in self.verdicts if verdict.judgement == judgement]
 
 
 @dataclass(frozen=True)
@@ -213,7 +213,7 @@ def _group(spec: StudySpec, records: Sequence[TrialRecord], group: Group) -> Gro
         tunings = [Tuning(("none",), (), (), "no rule can be used with this optimizer")]
     main = tunings[0]
     pareto, problem = _pareto(spec, main.batches)
-    noise = tuple((each.batch, scale) for each in main.batches if (scale := late_noise(each)) is not None)
+    noise = tuple((tuned.batch, scale) for tuned in main.batches if (scale := late_noise(tuned)) is not None)
     return GroupFindings(group, main, tuple(tunings[1:]), pareto, problem, _predictions(spec, group, tunings), noise)
 
 
@@ -229,7 +229,7 @@ def _tuning(
         return Tuning(
             rules, batches, (), f"the study has one batch ({spec.batches[0]:,}), but a power law needs two or more"
         )
-    inside = [each for each in batches if each.optimum and each.optimum.interior]
+    inside = [tuned for tuned in batches if tuned.optimum and tuned.optimum.interior]
     try:
         laws = [law_of(fit_exponent(batches), exponents)]
     except ValueError as error:
@@ -253,11 +253,11 @@ def _pareto(spec: StudySpec, batches: Sequence[AtBatch]) -> tuple[ParetoFit | No
         return None, "the study has no target, so there are no steps to count; set target"
     if len(spec.batches) == 1:
         return None, f"the study has one batch ({spec.batches[0]:,}), but a critical batch needs three or more"
-    reached = [(each.batch, each.fewest) for each in batches if each.fewest]
+    reached = [(tuned.batch, tuned.fewest) for tuned in batches if tuned.fewest]
     used = [(batch, fewest) for batch, fewest in reached if not is_open(fewest)]
     seeds = common_seeds(fewest.seeds for _, fewest in used)
     used = [(batch, fewest) for batch, fewest in used if set(seeds) <= set(fewest.seeds)]
-    records = [record for each in batches for point in each.points for record in point.records]
+    records = [record for tuned in batches for point in tuned.points for record in point.records]
     if not reached and any(record.samples_to(spec.target) == 0 for record in records):
         return None, f"trials are at the target of {spec.target:g} before their first step; lower target"
     if not any(isfinite(record.loss) for record in records):
@@ -302,17 +302,17 @@ def best_record(at: AtBatch) -> TrialRecord | None:
 
 def _predictions(spec: StudySpec, group: Group, tunings: Sequence[Tuning]) -> tuple[Prediction, ...]:
     """Return predictions of the rules that were tried, and of common rules that need no trial."""
-    base, main = spec.batches[0], {each.batch: each for each in tunings[0].batches}
+    base, main = spec.batches[0], {tuned.batch: tuned for tuned in tunings[0].batches}
     at_base = main.get(base)
     plain = RULES[tunings[0].rules[0]].changes_rate_alone(group.warmup)
     rules = dict.fromkeys((*(powers() if plain else ()), *(r for t in tunings for r in t.rules)))
-    found = []
+    predictions = []
     for rule in rules:
         own = next((tuning for tuning in tunings if rule in tuning.rules), tunings[0])
-        for each in own.batches:
-            if each.batch != base and at_base:
-                found.append(_predict(rule, at_base, each, main.get(each.batch)))
-    return tuple(found)
+        for tuned in own.batches:
+            if tuned.batch != base and at_base:
+                predictions.append(_predict(rule, at_base, tuned, main.get(tuned.batch)))
+    return tuple(predictions)
 
 
 def _predict(rule: RuleName, at_base: AtBatch, own: AtBatch, tuned: AtBatch | None) -> Prediction:

@@ -5,6 +5,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from math import inf
+from operator import itemgetter
 from statistics import fmean
 from typing import Any, TextIO
 
@@ -41,7 +42,7 @@ def seconds_left(spec: StudySpec, records: Sequence[TrialRecord]) -> float | Non
             by_batch.setdefault(record.trial.batch, []).append(record.seconds / record.samples)
     if not by_batch:
         return None
-    paces = {batch: sum(found) / len(found) for batch, found in by_batch.items()}
+    paces = {batch: sum(durations) / len(durations) for batch, durations in by_batch.items()}
     usual = sum(paces.values()) / len(paces)
     left = sum(
         (1 - share_done(spec, record)) * (spec.samples or 0) * paces.get(record.trial.batch, usual)
@@ -123,11 +124,11 @@ def best_of(group: Iterable[TrialRecord]) -> tuple[float, float] | None:
     Rates are compared over the seeds that they have in common. A rate of which a trial diverged or was stopped has no mean.
     """
     means = []
-    for records in _over_common_seeds(group, ("diverged", "stopped"), lambda each: each.state == "complete"):
-        loss = fmean(each.loss for each in records)
-        if loss < fmean(each.curve[0].loss for each in records if each.curve):
-            means.append((fmean(each.lr for each in records), loss))
-    return min(means, key=lambda each: each[1], default=None)
+    for records in _over_common_seeds(group, ("diverged", "stopped"), lambda record: record.state == "complete"):
+        loss = fmean(record.loss for record in records)
+        if loss < fmean(record.curve[0].loss for record in records if record.curve):
+            means.append((fmean(record.lr for record in records), loss))
+    return min(means, key=itemgetter(1), default=None)
 
 
 def fewest_steps(group: Iterable[TrialRecord], target: float) -> float | None:
@@ -136,8 +137,8 @@ def fewest_steps(group: Iterable[TrialRecord], target: float) -> float | None:
     def is_judged(record: TrialRecord) -> bool:
         return record.state in ("complete", "stopped") or record.samples_to(target) < inf
 
-    found = _over_common_seeds(group, ("diverged",), is_judged)
-    means = [fmean(each.steps_to(target) for each in records) for records in found]
+    rates = _over_common_seeds(group, ("diverged",), is_judged)
+    means = [fmean(trial.steps_to(target) for trial in records) for records in rates]
     return min((mean for mean in means if mean < inf), default=None)
 
 
@@ -145,10 +146,10 @@ def _over_common_seeds(
     group: Iterable[TrialRecord], excluded: Sequence[State], is_judged: Callable[[TrialRecord], bool]
 ) -> list[list[TrialRecord]]:
     """Return the judged trials of each learning rate with the seeds that the rates have in common, without rates with an excluded trial."""
-    by_rate = [records for records in _by_rate(group) if not any(each.state in excluded for each in records)]
-    judged = [{each.trial.seed: each for each in records if is_judged(each)} for records in by_rate]
+    by_rate = [records for records in _by_rate(group) if not any(record.state in excluded for record in records)]
+    judged = [{record.trial.seed: record for record in records if is_judged(record)} for records in by_rate]
     seeds = common_seeds(judged)
-    return [[found[seed] for seed in seeds] for found in judged if seeds and set(seeds) <= set(found)]
+    return [[by_seed[seed] for seed in seeds] for by_seed in judged if seeds and set(seeds) <= set(by_seed)]
 
 
 def _by_rate(group: Iterable[TrialRecord]) -> list[list[TrialRecord]]:
@@ -161,7 +162,7 @@ def _by_rate(group: Iterable[TrialRecord]) -> list[list[TrialRecord]]:
 
 def ended_line(records: Mapping[Trial, TrialRecord], record: TrialRecord) -> str:
     """Return the line of a trial that has ended, such as `12/96  sgd-none-b64-lr0.1-w0-s0  complete  loss 0.1234  0:12`."""
-    ended = sum(each.has_ended for each in records.values())
+    ended = sum(trial.has_ended for trial in records.values())
     results: dict[State, str] = {"complete": f"loss {record.loss:.4f}", "stopped": f"after {record.samples:,} samples"}
     result = results.get(record.state, record.message)
     name = record.trial.name

@@ -66,7 +66,7 @@ def load_study(file: Path, overrides: Sequence[str] = (), config_type: type | No
     given = flatten(spec.overrides)
     values = {**({"workers.min": 1, "workers.max": 1} if spec.packed else {}), **dict(given)}
     for key in values:
-        if [each for each, _ in given].count(key) > 1:
+        if [name for name, _ in given].count(key) > 1:
             raise SpecError(f"{where(['overrides'])}: overrides has {key} twice; remove one")
         if key in spec.sets:
             origin = where(["overrides", key])
@@ -80,7 +80,7 @@ def _fix_of_unknown_key(tree: Mapping[str, Any], key: str) -> str | None:
     """Return the fix for a file that is a job's YAML, or for a key of the job; None for any other key."""
     if "data" in tree and "batches" not in tree:
         return "this is a job's YAML; start it with `undula run`, or write a study that names it with the key job"
-    if key in {each.name for each in dataclasses.fields(JobSpec)}:
+    if key in {field.name for field in dataclasses.fields(JobSpec)}:
         return f"it is a key of the job; write overrides.{key}, or put it below overrides"
     return None
 

@@ -139,7 +139,9 @@ class AtBatch:
     def diverged_from(self) -> float:
         """Lowest rate above the best one at which a trial diverged, or infinity if none did."""
         best = self.lowest.rate if self.lowest else 0.0
-        return min((each.rate for each in self.points if each.outcome == "diverged" and each.rate > best), default=inf)
+        return min(
+            (point.rate for point in self.points if point.outcome == "diverged" and point.rate > best), default=inf
+        )
 
     @property
     def seeds(self) -> tuple[int, ...]:
@@ -178,7 +180,7 @@ def tune(
     ]
     batches = sorted({*spec.batches, *(record.trial.batch for record in mine)})
     return tuple(
-        at_batch(batch, rate_points([each for each in mine if each.trial.batch == batch], base), spec.target)
+        at_batch(batch, rate_points([own for own in mine if own.trial.batch == batch], base), spec.target)
         for batch in batches
     )
 
@@ -220,8 +222,10 @@ def _over_seeds(point: RatePoint, seeds: Collection[int]) -> RatePoint:
 
 def over_common_seeds(batches: Sequence[AtBatch]) -> list[AtBatch]:
     """Return the points over the seeds that all of `batches` have in common, so that losses of one can be compared with those of others."""
-    seeds = common_seeds(each.seeds for each in batches)
-    return [each if each.seeds == seeds else replace(each, points=over_seeds(each.points, seeds)) for each in batches]
+    seeds = common_seeds(tuned.seeds for tuned in batches)
+    return [
+        tuned if tuned.seeds == seeds else replace(tuned, points=over_seeds(tuned.points, seeds)) for tuned in batches
+    ]
 
 
 def optimum_of(batch: float, points: Sequence[RatePoint]) -> Optimum | None:
@@ -327,7 +331,7 @@ def _fewest(points: Sequence[RatePoint], target: float) -> Fewest | None:
         if point.outcome == "diverged" or not seeds or any(seed not in by_seed for seed in seeds):
             continue
         steps = tuple(by_seed[seed].steps_to(target) for seed in seeds)
-        if not all(0 < each < inf for each in steps):
+        if not all(0 < count < inf for count in steps):
             continue
         _about, edge = about_lowest(rates, at, diverged)
         least = Fewest(point.rate, steps, tuple(by_seed[seed].samples_to(target) for seed in seeds), seeds, edge)

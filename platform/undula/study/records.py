@@ -116,8 +116,8 @@ def _curve(spec: StudySpec, ledger: Ledger) -> tuple[Measurement, ...]:
 def _noise(ledger: Ledger) -> tuple[tuple[int, float], ...]:
     """Return (consumed samples, gradient noise scale) for each step that measured the scale."""
     rows = zip(ledger.steps["samples"].to_pylist(), ledger.steps["logged"].to_pylist(), strict=True)
-    found = [(samples, json.loads(logged).get("noise_scale")) for samples, logged in rows if "noise_scale" in logged]
-    return tuple((int(samples), float(scale)) for samples, scale in found if scale is not None)
+    measured = [(samples, json.loads(logged).get("noise_scale")) for samples, logged in rows if "noise_scale" in logged]
+    return tuple((int(samples), float(scale)) for samples, scale in measured if scale is not None)
 
 
 def _seconds(ledger: Ledger) -> tuple[float, float]:

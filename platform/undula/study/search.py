@@ -3,6 +3,7 @@
 from collections.abc import Callable, Collection, Iterator, Mapping
 from itertools import groupby, product
 from math import exp, inf, log
+from operator import itemgetter
 from random import Random
 from typing import assert_never
 
@@ -47,8 +48,8 @@ def _cells(spec: StudySpec, once: bool = False) -> Iterator[Callable[[float, int
             freely, they are equal at all batches.
     """
     for (optimizer, rule), warmup, batch in product(spec.pairs(), spec.warmup_axis, spec.batches):
-        rules = [each for kind, each in spec.pairs() if kind == optimizer]
-        alike = [each for each in rules if RULES[each].changes_rate_alone(warmup)] if once else [rule]
+        rules = [own_rule for kind, own_rule in spec.pairs() if kind == optimizer]
+        alike = [name for name in rules if RULES[name].changes_rate_alone(warmup)] if once else [rule]
         is_first_alike = rule not in alike or rule == alike[0]
         if rule == rules[0] or (batch != spec.batches[0] and is_first_alike):
             yield lambda lr, seed, fixed=(optimizer, rule, warmup, batch): _trial(lr, seed, *fixed)  # type: ignore[misc]
@@ -96,7 +97,7 @@ def _adaptive(spec: StudySpec, losses: Losses, firsts: Mapping[Trial, float]) ->
             for number, place in enumerate(places[: max(spec.trials // len(spec.seeds), 1)])
             for seed in spec.seeds
         ]
-    for _, together in groupby(sorted(rounds, key=lambda each: each[0]), key=lambda each: each[0]):
+    for _, together in groupby(sorted(rounds, key=itemgetter(0)), key=itemgetter(0)):
         yield from (trial for _, trial in together)
 
 
@@ -115,9 +116,9 @@ class _Cell:
 
     def loss(self, place: int) -> float | None:
         """Return the mean loss over the seeds, or None until all seeds have ended."""
-        found = [self._losses.get(self._cell(self.rate(place), seed)) for seed in self._seeds]
-        known = [loss for loss in found if loss is not None]
-        return sum(known) / len(known) if len(known) == len(found) else None
+        losses = [self._losses.get(self._cell(self.rate(place), seed)) for seed in self._seeds]
+        known = [loss for loss in losses if loss is not None]
+        return sum(known) / len(known) if len(known) == len(losses) else None
 
     def is_idle(self, place: int) -> bool:
         """Return whether the mean loss over the seeds did not fall below the first loss. A trial that diverged is not idle."""
@@ -157,9 +158,9 @@ def bracket(
         needed = [place for place in asked if place not in tried]
         yield from needed
         for place in needed:
-            if (found := loss(place)) is None:
+            if (value := loss(place)) is None:
                 return
-            tried[place] = found
+            tried[place] = value
         idle = [place for place in tried if is_idle(place)]
         if idle and all(tried[place] == inf for place in tried if place not in idle):
             asked = _around_idle(idle, tried, stride)

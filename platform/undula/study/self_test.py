@@ -42,13 +42,13 @@ def table(results: Sequence[SelfTestResult]) -> str:
     rows = [("", "expected", "got", "within", "")]
     rows += [
         (
-            each.what,
-            _figure(each.expected),
-            _figure(each.got),
-            f"{each.tolerance:.1%}" if each.tolerance > 1e-9 else "exact",
-            "pass" if each.passed else "FAIL",
+            check.what,
+            _figure(check.expected),
+            _figure(check.got),
+            f"{check.tolerance:.1%}" if check.tolerance > 1e-9 else "exact",
+            "pass" if check.passed else "FAIL",
         )
-        for each in results
+        for check in results
     ]
     widths = [max(len(row[column]) for row in rows) for column in range(5)]
     lines, topic = [], ""

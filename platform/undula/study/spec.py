@@ -131,8 +131,8 @@ class StudySpec:
     def _refuse_axes(self) -> None:
         """Refuse axes that are empty or name a value twice."""
         if bool(self.base_lrs) == (self.base_lr_range is not None):
-            found = "is empty" if not self.base_lrs else "and base_lr_range are both given"
-            raise ValueError(f"base_lrs {found}; give either base_lrs or base_lr_range")
+            problem = "is empty" if not self.base_lrs else "and base_lr_range are both given"
+            raise ValueError(f"base_lrs {problem}; give either base_lrs or base_lr_range")
         axes: Mapping[str, Sequence[Any]] = {
             "batches": self.batches,
             "base_lrs": self.rates,

@@ -56,7 +56,7 @@ def read_status(store: Store) -> StudyStatus:
     spec, is_running = read_spec(store), has_driver(store)
     records = list(read_progress(store, spec).records.values())
     if not is_running:  # trials that ran when the driver was lost wait for the next driver
-        records = [replace(each, state="waiting") if each.state == "running" else each for each in records]
+        records = [replace(record, state="waiting") if record.state == "running" else record for record in records]
     return StudyStatus(spec, tuple(records), is_running)
 
 

@@ -115,8 +115,8 @@ def _max_at_once(spec: StudySpec, workers: WorkersSpec) -> Callable[[], int]:
         if spec.packed is not None:
             return spec.max_concurrent or UNLIMITED
         cluster = ray.cluster_resources()  # type: ignore[no-untyped-call]
-        each = workers.per_worker.items()
-        trials = (cluster.get(name, 0.0) / (amount * workers.max) for name, amount in each if amount)
+        amounts = workers.per_worker.items()
+        trials = (cluster.get(name, 0.0) / (amount * workers.max) for name, amount in amounts if amount)
         fits = min((int(share + 1e-9) for share in trials), default=1)
         return min(
             max(fits, 1), spec.max_concurrent or UNLIMITED
@@ -217,7 +217,7 @@ class _Recorder(_Unsaved, tune.Callback):
         record = self._progress.records[this]
         if result["is_measured"]:
             point = Measurement(self._samples_at(this, result["step"]), result["step"], result["loss"])
-            record = replace(record, curve=(*(each for each in record.curve if each.step < point.step), point))
+            record = replace(record, curve=(*(earlier for earlier in record.curve if earlier.step < point.step), point))
         self._set(replace(record, seconds=monotonic() - self._began[this]))
 
     def on_trial_complete(self, iteration: int, trials: Any, trial: Any, **info: Any) -> None:
@@ -246,12 +246,12 @@ class _Recorder(_Unsaved, tune.Callback):
 
     def _end(self, record: TrialRecord) -> None:
         store, heard = self._study / TRIALS / record.trial.name, record.curve
-        found = read_record(store, self._progress.spec, record.trial)
-        curve = {point.step: point for point in (*heard, *found.curve)}
+        stored = read_record(store, self._progress.spec, record.trial)
+        curve = {point.step: point for point in (*heard, *stored.curve)}
         # A stopped trial may have made one more measurement before it left.
         last = heard[-1].step if heard and record.state == "stopped" else inf
         points = tuple(curve[step] for step in sorted(curve) if step <= last)
-        ended = replace(found, state=record.state, message=record.message, curve=points)
+        ended = replace(stored, state=record.state, message=record.message, curve=points)
         if ended.state in ("complete", "stopped") and ended.has_diverged:
             ended = replace(ended, state="diverged", message=_divergence([point.loss for point in points]))
         write_outcome(store, ended, self._progress.spec.keep_models)

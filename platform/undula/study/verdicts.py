@@ -21,7 +21,7 @@ def verdict_sentences(results: GroupFindings) -> tuple[str, ...]:
                 f"{rule}: its exponent is not tested, because its factor is measured; its losses are compared below."
             )
         else:
-            texts += [f"Under {rule}: {each[0].lower()}{each[1:]}" for each in _law_sentences(tuning)]
+            texts += [f"Under {rule}: {sentence[0].lower()}{sentence[1:]}" for sentence in _law_sentences(tuning)]
     texts += _divergence_sentences(results)
     texts.append(_critical_batch_sentence(results))
     if results.noise:
@@ -39,11 +39,11 @@ def untested_sentences(findings: Findings) -> tuple[str, ...]:
     outside = f"outside {low:,}–{high:,}" if low < high else f"other than {low:,}"
     texts = [f"Batches {outside}, and any model, data or training length other than those of {spec.job}."]
     problems = dict.fromkeys(
-        f"{results.group.title}{'' if not place else ', ' + tuning.rules[0]}: {each.problem}"
+        f"{results.group.title}{'' if not place else ', ' + tuning.rules[0]}: {tuned.problem}"
         for results in groups
         for place, tuning in enumerate(results.tunings)
-        for each in tuning.batches
-        if each.problem
+        for tuned in tuning.batches
+        if tuned.problem
     )
     texts += [f"{text}." for text in problems]
     texts += _seed_sentences(findings)
@@ -78,12 +78,12 @@ def _seed_sentences(findings: Findings) -> list[str]:
     for results in findings.groups:
         for place, tuning in enumerate(results.tunings):
             title = f"{results.group.title}{'' if not place else ', ' + tuning.rules[0]}"
-            for each in tuning.batches:
-                if each.left_out:
-                    them = "it" if len(each.left_out) == 1 else "them"
+            for tuned in tuning.batches:
+                if tuned.left_out:
+                    them = "it" if len(tuned.left_out) == 1 else "them"
                     texts[
-                        f"{title}: {_seeds_text(each.left_out)} at batch {each.batch:,}, because not every learning rate has finished "
-                        f"with {them} there; losses are compared over {_seeds_text(each.seeds)} only."
+                        f"{title}: {_seeds_text(tuned.left_out)} at batch {tuned.batch:,}, because not every learning rate has finished "
+                        f"with {them} there; losses are compared over {_seeds_text(tuned.seeds)} only."
                     ] = None
     return list(texts)
 
@@ -154,7 +154,7 @@ def _law_sentence(law: Law, is_part: bool) -> str:
             f"{grows}. The interval contains {', '.join(others)} and {last}, so the data do not distinguish the rules."
         )
     parts = [
-        f"{judgement}: {', '.join(_claim(each) for each in law.verdicts if each.judgement == judgement)}"
+        f"{judgement}: {', '.join(_claim(verdict) for verdict in law.verdicts if verdict.judgement == judgement)}"
         for judgement in ("rejected", "not rejected")
         if law.rules(judgement)
     ]
@@ -168,13 +168,16 @@ def _claim(verdict: Verdict) -> str:
 def _divergence_sentences(results: GroupFindings) -> list[str]:
     """Return sentences on rules that predict rates at which trials diverge. A fit cannot show this, because all optima are stable."""
     texts = []
-    for rule in dict.fromkeys(each.rule for each in results.predictions):
+    for rule in dict.fromkeys(prediction.rule for prediction in results.predictions):
         own = next((tuning for tuning in results.tunings if rule in tuning.rules), results.main)
-        limits = {each.batch: each.diverged_from for each in own.batches}
+        limits = {tuned.batch: tuned.diverged_from for tuned in own.batches}
         over = [
-            each.batch
-            for each in results.predictions
-            if each.rule == rule and each.rate and each.bound in (None, "≥") and each.rate >= limits[each.batch]
+            prediction.batch
+            for prediction in results.predictions
+            if prediction.rule == rule
+            and prediction.rate
+            and prediction.bound in (None, "≥")
+            and prediction.rate >= limits[prediction.batch]
         ]
         if over:
             where = f"{min(over):,}" if len(over) == 1 else f"{min(over):,}–{max(over):,}"

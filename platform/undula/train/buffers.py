@@ -28,12 +28,14 @@ class BufferMean:
     """
 
     def __init__(self, module: nn.Module, all_reduce: AllReduce, exact: bool = False, is_first: bool = True):
-        buffers = [(path, each, key) for path, each in module.named_modules() for key in each._buffers]
-        self._places = [(each._buffers, key) for _, each, key in buffers]
+        buffers = [(path, layer, key) for path, layer in module.named_modules() for key in layer._buffers]
+        self._places = [(layer._buffers, key) for _, layer, key in buffers]
         self._names = [f"{path}.{key}".removeprefix(".") for path, _, key in buffers]
         self._all_reduce = all_reduce
         self._is_first = is_first
-        self._device = next((each.device for each in (*module.parameters(), *module.buffers())), torch.device("cpu"))
+        self._device = next(
+            (tensor.device for tensor in (*module.parameters(), *module.buffers())), torch.device("cpu")
+        )
         self._exact = exact
         self._in_places: list[Tensor | None] = []
         self._new: dict[int, Tensor] = {}
@@ -91,8 +93,8 @@ class BufferMean:
             if buffer is not None
         }
         self._buffers = [buffer for _, buffer in named.values()]
-        by_kind = sorted(named.values(), key=lambda each: kind_of(each[1]))
-        self._groups = [self._group(dict(group)) for _, group in groupby(by_kind, lambda each: kind_of(each[1]))]
+        by_kind = sorted(named.values(), key=lambda pair: kind_of(pair[1]))
+        self._groups = [self._group(dict(group)) for _, group in groupby(by_kind, lambda pair: kind_of(pair[1]))]
 
     def _group(self, buffers: Mapping[str, Tensor]) -> Group:
         """Return a group of buffers of one kind."""

@@ -176,5 +176,5 @@ class Job(JobSettings):
     @classmethod
     def of(cls, settings: JobSettings, **others: Any) -> Self:
         """Return a job with the given settings. `others` has the fields of this class itself."""
-        shared = {each.name: getattr(settings, each.name) for each in dataclasses.fields(JobSettings)}
+        shared = {field.name: getattr(settings, field.name) for field in dataclasses.fields(JobSettings)}
         return cls(**shared, **others)

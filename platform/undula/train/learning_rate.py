@@ -224,7 +224,7 @@ class GroupRates:
         largest = plan.batch_factor(plan.spec.virtual_workers) * plan.spec.global_batch / schedule.base_of(plan.spec)
         for initial in self._initial:
             _scaled_averages(initial, RULES[schedule.batch_rule].scaled(largest, None))  # raises SpecError
-        classes = [each.__name__ for each in type(optimizer).__mro__ if issubclass(each, torch.optim.Optimizer)]
+        classes = [base.__name__ for base in type(optimizer).__mro__ if issubclass(base, torch.optim.Optimizer)]
         self.warning = warning(schedule.batch_rule, classes) if schedule.follows_batch(plan.spec) else None
         self.others = (
             None

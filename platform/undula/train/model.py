@@ -73,7 +73,9 @@ def place_model(module: nn.Module, job: Job, plan: Plan, layout: Layout, make_en
 
 
 def _check_module(module: nn.Module) -> None:
-    if lazy := [name for name, each in module.named_parameters() if isinstance(each, nn.UninitializedParameter)]:
+    if lazy := [
+        name for name, parameter in module.named_parameters() if isinstance(parameter, nn.UninitializedParameter)
+    ]:
         raise UsageError(
             f"run.model() got a module whose parameter {lazy[0]!r} has no shape yet; run a batch through the module first"
         )

@@ -139,10 +139,10 @@ class NoiseScaleMeter:
 def _sum_of_squares(gradients: Sequence[Tensor]) -> Tensor:
     """Return the squared norm of all gradients together, with one kernel for each dtype."""
     by_type: dict[torch.dtype, list[Tensor]] = {}
-    for each in gradients:
-        by_type.setdefault(each.dtype, []).append(each.detach())
+    for gradient in gradients:
+        by_type.setdefault(gradient.dtype, []).append(gradient.detach())
     norms = [
-        torch.stack(torch._foreach_norm(each, 2, dtype=torch.promote_types(dtype, torch.float32))).double()
-        for dtype, each in by_type.items()
+        torch.stack(torch._foreach_norm(gradient, 2, dtype=torch.promote_types(dtype, torch.float32))).double()
+        for dtype, gradient in by_type.items()
     ]
     return torch.cat(norms).square().sum()

@@ -94,11 +94,11 @@ class OpenGradients:
         if is_held:
             return
         self._gradients = gradients
-        present = [each for each in self._gradients if each is not None]
+        present = [gradient for gradient in self._gradients if gradient is not None]
         self._versions = list(map(_version_of, present))
-        for each in present:
-            if type(each) is Tensor:  # a sharded gradient has a class of its own
-                each.__class__ = _HeldGradient
+        for gradient in present:
+            if type(gradient) is Tensor:  # a sharded gradient has a class of its own
+                gradient.__class__ = _HeldGradient
 
     def keep(self) -> None:
         """Undo `zero_grad` of the script. Adapters call this where a loop of their library frees gradients."""
@@ -108,9 +108,9 @@ class OpenGradients:
     def release(self, after_backward: bool) -> None:
         """Check the gradients as `check` does, and allow changes of them again."""
         self.check(after_backward)
-        for each in self._gradients:
-            if type(each) is _HeldGradient:
-                each.__class__ = Tensor  # type: ignore[assignment]
+        for gradient in self._gradients:
+            if type(gradient) is _HeldGradient:
+                gradient.__class__ = Tensor  # type: ignore[assignment]
         self._gradients, self._versions = [], []
 
     def check(self, after_backward: bool) -> None:
@@ -128,9 +128,11 @@ class OpenGradients:
                 self._refuse(gradients)
             self._restore()
         with torch._C.DisableTorchFunctionSubclass():
-            versions = [each._version for each in self._gradients if each is not None]
+            versions = [gradient._version for gradient in self._gradients if gradient is not None]
         if versions != self._versions:
-            raise UsageError(self._added(next(each for each in self._parameters if each.grad is not None)))
+            raise UsageError(
+                self._added(next(parameter for parameter in self._parameters if parameter.grad is not None))
+            )
 
     def _require_known(self) -> None:
         for name, parameter in self._engine.module.named_parameters():
@@ -151,7 +153,7 @@ class OpenGradients:
         }
         if not any(had.values()):
             return False
-        optimized = {each for group in self._optimizer.param_groups for each in group["params"]}
+        optimized = {member for group in self._optimizer.param_groups for member in group["params"]}
         return all(is_gone for parameter, is_gone in had.items() if parameter in optimized)
 
     def _restore(self) -> None:
@@ -166,7 +168,7 @@ class OpenGradients:
                 "because step.update() frees them"
             )
         changed = zip(self._parameters, self._gradients, gradients, strict=True)
-        parameter, before = next((each, before) for each, before, now in changed if before is not now)
+        parameter, before = next((parameter, before) for parameter, before, now in changed if before is not now)
         if before is None:
             raise UsageError(self._added(parameter))
         name = self._name(parameter)
@@ -183,7 +185,7 @@ class OpenGradients:
         )
 
     def _name(self, parameter: nn.Parameter) -> str:
-        return next(name for name, each in self._engine.module.named_parameters() if each is parameter)
+        return next(name for name, candidate in self._engine.module.named_parameters() if candidate is parameter)
 
 
 class _HeldGradient(Tensor):
@@ -207,7 +209,7 @@ class _HeldGradient(Tensor):
         ):
             return arguments[0]
         with torch._C.DisableTorchFunctionSubclass():
-            held = [each for each in tree_leaves((arguments, keywords)) if isinstance(each, cls)]
+            held = [leaf for leaf in tree_leaves((arguments, keywords)) if isinstance(leaf, cls)]
             before = list(map(_version_of, held))
             result = function(*arguments, **keywords)
             if list(map(_version_of, held)) == before and function.__name__ != _UNCOUNTED:

@@ -48,7 +48,7 @@ class OptimizerSteps:
     def _check(self, optimizer: Optimizer, arguments: Any, keywords: Any) -> None:
         if self._is_own or self._step is None:
             return
-        if any(each in self._parameters for group in optimizer.param_groups for each in group["params"]):
+        if any(parameter in self._parameters for group in optimizer.param_groups for parameter in group["params"]):
             raise UsageError(
                 f"optimizer.step() of {type(optimizer).__name__} was called by the script in step {self._step}, but step.update() steps "
                 "the optimizer; remove the call, and give run.optimizer() one optimizer with all parameter groups"

@@ -213,10 +213,12 @@ def copied(batch: Any) -> Any:
 def parameters_of(module: nn.Module) -> dict[str, Tensor]:
     """Return copies of the parameters of a module by name, and its counts and flags: the buffers without fractions."""
     counts = {
-        name: each for name, each in module.named_buffers() if not (each.is_floating_point() or each.is_complex())
+        name: tensor
+        for name, tensor in module.named_buffers()
+        if not (tensor.is_floating_point() or tensor.is_complex())
     }
-    parameters = {name: each.detach().clone() for name, each in module.named_parameters()}
-    return parameters | {name: each.double() for name, each in counts.items()}
+    parameters = {name: tensor.detach().clone() for name, tensor in module.named_parameters()}
+    return parameters | {name: tensor.double() for name, tensor in counts.items()}
 
 
 def first_gap(parameters: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> str | None:

@@ -234,8 +234,7 @@ class Run:
 
         If the script's work after the last step of the run was not finished, the script can repeat it before it calls `steps`.
         """
-        self._loop = self._made_loop(None, None)
-        self._is_restored = True
+        self._loop, self._is_restored = self._made_loop(None, None), True
         return self._loop.begin()
 
     def steps(self, validate: ValidationFunction | None = None, after_step: AfterStep | None = None) -> Iterator[Step]:

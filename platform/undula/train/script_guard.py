@@ -62,8 +62,8 @@ class ScriptGuard:
         parameters = self._engine.parameters
         # Forward passes of a sharded model replace its parameters by whole ones.
         is_sharded = bool(parameters) and is_sharded_tensor(parameters[0])
-        counted = [each for each in parameters if not is_sharded and id(each) not in self._relocated]
-        self._versions = {each: each._version for each in counted}
+        counted = [parameter for parameter in parameters if not is_sharded and id(parameter) not in self._relocated]
+        self._versions = {parameter: parameter._version for parameter in counted}
 
     def begin_batch(self) -> None:
         self._gradients.hold(after_backward=False)
@@ -98,8 +98,8 @@ class ScriptGuard:
         """
         self.end_batch(is_last=True)
         self.moved = self.moved[0], self._baseline.moved()
-        if changed := [each for each, version in self._versions.items() if each._version != version]:
-            names = {id(each): name for name, each in self._engine.module.named_parameters()}
+        if changed := [parameter for parameter, version in self._versions.items() if parameter._version != version]:
+            names = {id(parameter): name for name, parameter in self._engine.module.named_parameters()}
             raise _changed_in_step(f"the parameter {names.get(id(changed[0]), '')!r}")
 
     def check_moved(self, before: bool, within: bool) -> None:

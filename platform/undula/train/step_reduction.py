@@ -111,7 +111,7 @@ class Wants:
 
 
 def _fields_of(kind: type) -> tuple[tuple[str, Reduction[Any, Any]], ...]:
-    return tuple((each.name, each.metadata["reduction"]) for each in fields(kind) if "reduction" in each.metadata)
+    return tuple((field.name, field.metadata["reduction"]) for field in fields(kind) if "reduction" in field.metadata)
 
 
 _WANTED = _fields_of(Wants)
@@ -250,14 +250,14 @@ def exact_means(
         UsageError: Ranks with samples have values of other names. All ranks raise it.
     """
     parts: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(parts, ({name: exact_total(each) for name, each in sums.items()}, samples), group=group)
+    dist.all_gather_object(parts, ({name: exact_total(total) for name, total in sums.items()}, samples), group=group)
     held = [totals for totals, count in parts if count]
     if differing := next((totals for totals in held if totals.keys() != held[0].keys()), None):
         raise UsageError(
             f"the validation function returned {sorted(held[0])} on one worker and {sorted(differing)} on another; return the same names "
             "for every batch"
         )
-    count = sum(each for _, each in parts)
+    count = sum(count for _, count in parts)
     means = {}
     for name in held[0]:
         total, not_finite = (sum(column) for column in zip(*(totals[name] for totals in held), strict=True))

@@ -41,7 +41,7 @@ def _of_samples(value: Any, size: int, batch_size: int) -> Any:
 
 
 def _two_joined(one: Any, other: Any) -> Any:
-    if isinstance(one, list) and all(isinstance(each, Mapping) for each in one):
+    if isinstance(one, list) and all(isinstance(item, Mapping) for item in one):
         return [*one, *other]
     return nested_concat(one, other, padding_index=-100)
 

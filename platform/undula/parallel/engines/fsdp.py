@@ -31,7 +31,7 @@ class FSDPEngine(Engine):
             raise UsageError(
                 "run.model() got a module that has sharded submodules but is not sharded itself; call fully_shard() on it as well"
             )
-        if whole := [name for name, each in module.named_parameters() if not is_sharded_tensor(each)]:
+        if whole := [name for name, parameter in module.named_parameters() if not is_sharded_tensor(parameter)]:
             raise UsageError(
                 f"run.model() got a module whose parameter {whole[0]!r} is not sharded, so that its gradient would not be reduced; "
                 "call fully_shard() without ignored_params"
@@ -99,7 +99,7 @@ def _only_zeros(loss: Tensor) -> Iterator[None]:
 
 
 def _zeros(gradients: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
-    return tuple(None if each is None else torch.zeros_like(each) for each in gradients)
+    return tuple(None if gradient is None else torch.zeros_like(gradient) for gradient in gradients)
 
 
 def _nodes_below(loss: Tensor) -> set[Node]:
@@ -110,5 +110,5 @@ def _nodes_below(loss: Tensor) -> set[Node]:
         node = new.pop()
         if node not in found:
             found.add(node)
-            new += [each for each, _ in node.next_functions if each is not None]
+            new += [below for below, _ in node.next_functions if below is not None]
     return found

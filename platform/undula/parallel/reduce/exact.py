@@ -81,9 +81,9 @@ class ExactSum:
     def add(self, terms: Sequence[Tensor | None]) -> None:
         """Add a term to each of the sums, in their order; None adds nothing."""
         self._is_clear = False
-        found = [None if term is None else term.detach().flatten() for term in terms]
-        self._count(found)
-        for start, parts in self._chunks(found):
+        flat = [None if term is None else term.detach().flatten() for term in terms]
+        self._count(flat)
+        for start, parts in self._chunks(flat):
             numbers = (torch.cat(parts) if len(parts) > 1 else parts[0]).to(torch.float64, copy=True)
             stop = start + len(numbers)
             # Scaling by a power of two and subtracting the upper bits of a number are exact in float64.
@@ -137,14 +137,14 @@ class ExactSum:
                 "raise plan.micro_batch or lower plan.virtual_workers"
             )
         whole = torch.empty_like(self._high, dtype=torch.float64)
-        for out, high, low in zip(*(torch.split(each, CHUNK) for each in (whole, self._high, self._low)), strict=True):
+        for out, high, low in zip(*(torch.split(sums, CHUNK) for sums in (whole, self._high, self._low)), strict=True):
             torch.mul(high.double(), 2.0**-_HIGH_BITS, out=out)
             out.add_(low.double(), alpha=2.0**-_LOW_BITS)
-        found = [value.view(shape) for value, shape in zip(torch.split(whole, self._sizes), self._shapes, strict=True)]
-        for value, has_failed in zip(found, not_finite, strict=True):
+        values = [value.view(shape) for value, shape in zip(torch.split(whole, self._sizes), self._shapes, strict=True)]
+        for value, has_failed in zip(values, not_finite, strict=True):
             if has_failed:
                 value.fill_(math.nan)
-        return [value if terms else None for value, terms in zip(found, added, strict=True)]
+        return [value if terms else None for value, terms in zip(values, added, strict=True)]
 
 
 def _runs(flags: Sequence[bool]) -> Iterator[tuple[int, int]]:

@@ -79,33 +79,33 @@ def certify(run: RecordedRun, data: Data, against: RecordedRun | None = None, to
         tolerance: Maximum relative difference between two losses of a step, to allow for the order of floating-point sums. Deterministic
             runs must agree exactly.
     """
-    found = Certificate()
+    certificate = Certificate()
     try:
         plan = Plan(_section(run, "plan", PlanSpec), data.num_rows)
         if plan.digest(data.digest, _precision(run)) != run.job.plan_digest:
             raise _DifferenceError("the manifest of the data or the recorded plan has changed since the run started")
-        _check_steps(run, plan, found)
-        _check_samples(run, plan, data, found)
-        _check_replayed(run, 0.0 if _is_exact(run) else tolerance, found)
+        _check_steps(run, plan, certificate)
+        _check_samples(run, plan, data, certificate)
+        _check_replayed(run, 0.0 if _is_exact(run) else tolerance, certificate)
         if against is not None:
-            _check_against(run, against, 0.0 if _is_exact(run) and _is_exact(against) else tolerance, found)
+            _check_against(run, against, 0.0 if _is_exact(run) and _is_exact(against) else tolerance, certificate)
     except _DifferenceError as difference:
-        found.difference = str(difference)
+        certificate.difference = str(difference)
     if _is_elastic(run) and against is None:
         merged = run.ledger.steps["merged_steps"].to_numpy()
-        found.not_proved.append(
+        certificate.not_proved.append(
             f"that the losses are those of a fixed cluster: with batch: elastic, {int((merged > 1).sum())} of "
             f"{counted(len(merged), 'update')} consumed more than one global batch"
         )
     if isinstance(data, IndexedData) and not data.is_checked:
-        found.not_proved.append(
+        certificate.not_proved.append(
             "that the samples had the same content throughout: the dataset has no fingerprint, and run.dataset() got no name="
         )
     if run.ledger.steps["weights_digest"].null_count == len(run.ledger.steps):
-        found.not_proved.append(
+        certificate.not_proved.append(
             "that the weights are the same: only runs with `deterministic: true` record digests of the weights"
         )
-    return found
+    return certificate
 
 
 def agreement(run: RecordedRun, other: RecordedRun, tolerance: float = 1e-5) -> Certificate:
@@ -116,12 +116,12 @@ def agreement(run: RecordedRun, other: RecordedRun, tolerance: float = 1e-5) -> 
         other: The run with which it is compared.
         tolerance: Maximum relative difference between two losses of a step. Deterministic runs must agree exactly.
     """
-    found = Certificate()
+    certificate = Certificate()
     try:
-        _check_against(run, other, 0.0 if _is_exact(run) and _is_exact(other) else tolerance, found)
+        _check_against(run, other, 0.0 if _is_exact(run) and _is_exact(other) else tolerance, certificate)
     except _DifferenceError as difference:
-        found.difference = str(difference)
-    return found
+        certificate.difference = str(difference)
+    return certificate
 
 
 def _is_exact(run: RecordedRun) -> bool:
@@ -153,7 +153,7 @@ def _precision(run: RecordedRun) -> PrecisionSpec:
     return _section(run, "precision", PrecisionSpec) if "precision" in run.job.spec else FP32
 
 
-def _check_steps(run: RecordedRun, plan: Plan, found: Certificate) -> None:
+def _check_steps(run: RecordedRun, plan: Plan, certificate: Certificate) -> None:
     """Check that the ledger has each step up to the newest one exactly once, with the sample counts of the plan."""
     steps = run.ledger.steps
     numbers = steps["step"].to_numpy()
@@ -177,10 +177,12 @@ def _check_steps(run: RecordedRun, plan: Plan, found: Certificate) -> None:
             raise _DifferenceError(
                 f"step {step} has (merged steps, epoch, samples, samples so far) {row}, but the plan has {planned}"
             )
-    found.proved.append(f"{counted(done, 'step')}, each recorded exactly once, with as many samples as in the plan")
+    certificate.proved.append(
+        f"{counted(done, 'step')}, each recorded exactly once, with as many samples as in the plan"
+    )
     if done < plan.total_steps:
         rest = counted(plan.total_steps - done, "step")
-        found.not_proved.append(f"anything about the {rest} that {_why_not_done(run, done)}")
+        certificate.not_proved.append(f"anything about the {rest} that {_why_not_done(run, done)}")
 
 
 def _why_not_done(run: RecordedRun, done: int) -> str:
@@ -189,7 +191,7 @@ def _why_not_done(run: RecordedRun, done: int) -> str:
     return f"remain, because the run stopped early: {ends[-1].reason}" if ends else "the run has not committed yet"
 
 
-def _check_samples(run: RecordedRun, plan: Plan, data: Data, found: Certificate) -> None:
+def _check_samples(run: RecordedRun, plan: Plan, data: Data, certificate: Certificate) -> None:
     """Check that each step consumed exactly the samples of the plan, and count the uses of each sample over whole epochs."""
     steps = run.ledger.steps
     planned = PlannedSamples(data, plan)
@@ -203,14 +205,14 @@ def _check_samples(run: RecordedRun, plan: Plan, data: Data, found: Certificate)
             raise _DifferenceError(f"step {step} did not consume the samples of the plan")
         if uses is not None and step < whole * plan.steps_per_epoch:
             np.add.at(uses, ids, 1)
-    found.proved.append(
+    certificate.proved.append(
         f"each of them consumed exactly the samples of the plan, {int(run.ledger.steps['samples'][-1].as_py()):,} in all"
     )
     if uses is None or not whole:
         reason = "there are too many samples to count" if whole else "no epoch is complete yet"
-        found.not_proved.append(f"that an epoch uses each sample once: {reason}")
+        certificate.not_proved.append(f"that an epoch uses each sample once: {reason}")
     else:
-        found.proved += _epochs(uses, whole, plan, data)
+        certificate.proved += _epochs(uses, whole, plan, data)
 
 
 def _epochs(uses: np.ndarray[Any, np.dtype[np.uint16]], whole: int, plan: Plan, data: Data) -> Iterator[str]:
@@ -229,35 +231,35 @@ def _epochs(uses: np.ndarray[Any, np.dtype[np.uint16]], whole: int, plan: Plan, 
         yield f"in {epochs} with last_step: {plan.spec.last_step}, each sample was used {least} to {most} times"
 
 
-def _check_replayed(run: RecordedRun, tolerance: float, found: Certificate) -> None:
+def _check_replayed(run: RecordedRun, tolerance: float, certificate: Certificate) -> None:
     """Check that both executions of each replayed step had the same result."""
     rows, others = _alike(run.ledger.replaced, run.ledger.steps)
     if not len(rows):
         return
     if _is_elastic(run):
-        found.not_proved.append(
+        certificate.not_proved.append(
             f"that {counted(len(rows), 'replayed step')} had the same result both times: with batch: elastic, earlier steps may have "
             "merged other global batches"
         )
         return
     largest = _compare(rows, others, tolerance, "its replay", _close_keys(run))
-    found.proved.append(
+    certificate.proved.append(
         f"{counted(len(rows), 'replayed step')} consumed the same samples, with losses within {largest:.1e}"
     )
 
 
-def _check_against(run: RecordedRun, other: RecordedRun, tolerance: float, found: Certificate) -> None:
+def _check_against(run: RecordedRun, other: RecordedRun, tolerance: float, certificate: Certificate) -> None:
     if other.job.plan_digest != run.job.plan_digest:
         raise _DifferenceError(f"{other.job.name} has another plan or other data, so the two runs cannot be compared")
     if not len(other.ledger.steps):
-        found.not_proved.append(f"that the steps are as in {other.job.name}: that run has no committed step")
+        certificate.not_proved.append(f"that the steps are as in {other.job.name}: that run has no committed step")
         return
     steps = run.ledger.steps
     if _is_elastic(run):
         pairs = zip(_keys(steps), _keys(other.ledger.steps), strict=False)
         same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
         if same < min(len(steps), len(other.ledger.steps)):
-            found.not_proved.append(
+            certificate.not_proved.append(
                 f"that the run is the same as {other.job.name} from step {steps['step'][same]} on: with batch: elastic, the two "
                 "merged different global batches"
             )
@@ -266,17 +268,17 @@ def _check_against(run: RecordedRun, other: RecordedRun, tolerance: float, found
     if not len(rows):
         return
     largest = _compare(rows, others, tolerance, other.job.name, _close_keys(run))
-    found.proved.append(
+    certificate.proved.append(
         f"{counted(len(rows), 'step')} as in {other.job.name}: the same samples and learning rates, with losses within {largest:.1e}"
     )
     if both := int(
         (rows["weights_digest"].is_valid().to_numpy() & others["weights_digest"].is_valid().to_numpy()).sum()
     ):
-        found.proved.append(
+        certificate.proved.append(
             f"the weights equal those of {other.job.name} bit for bit, according to {counted(both, 'digest')}"
         )
     if missing := max(len(run.ledger.steps), len(other.ledger.steps)) - len(rows):
-        found.not_proved.append(
+        certificate.not_proved.append(
             f"that the last {counted(missing, 'step')} are as in {other.job.name}: only one run has them"
         )
 

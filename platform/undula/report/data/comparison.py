@@ -60,8 +60,8 @@ class Comparison:
                 ],
                 "settings": {key: list(values) for key, values in self.settings},
                 "agreements": [
-                    {"run": each.label, "against": each.against, **each.certificate.as_json()}
-                    for each in self.agreements
+                    {"run": agreement.label, "against": agreement.against, **agreement.certificate.as_json()}
+                    for agreement in self.agreements
                 ],
                 "alone": list(self.alone),
             }
@@ -95,19 +95,19 @@ def compare(records: Mapping[str, RecordedRun], now: float, prices: PriceFinder,
 def _differing(runs: Sequence[ComparedRun]) -> list[tuple[str, tuple[str, ...]]]:
     """Return the settings that differ, in the order of the jobs."""
     settings = [dict(leaves(run.record.job.spec)) for run in runs]
-    keys = list(dict.fromkeys(key for each in settings for key in each if key not in IGNORED))
-    rows = [(key, tuple(json.dumps(each[key]) if key in each else MISSING for each in settings)) for key in keys]
+    keys = list(dict.fromkeys(key for job in settings for key in job if key not in IGNORED))
+    rows = [(key, tuple(json.dumps(job[key]) if key in job else MISSING for job in settings)) for key in keys]
     return [(key, values) for key, values in rows if len(set(values)) > 1]
 
 
 def _agreements(runs: Sequence[ComparedRun], tolerance: float) -> tuple[tuple[Agreement, ...], tuple[str, ...]]:
     first: dict[str, ComparedRun] = {}
-    found = []
+    agreements = []
     for run in runs:
         plan = run.record.job.plan_digest
         if plan in first:
             certificate = agreement(run.record, first[plan].record, tolerance)
-            found.append(Agreement(run.label, first[plan].label, certificate))
+            agreements.append(Agreement(run.label, first[plan].label, certificate))
         first.setdefault(plan, run)
-    together = {each.label for each in found} | {each.against for each in found}
-    return tuple(found), tuple(run.label for run in runs if run.label not in together)
+    together = {label for pair in agreements for label in (pair.label, pair.against)}
+    return tuple(agreements), tuple(run.label for run in runs if run.label not in together)

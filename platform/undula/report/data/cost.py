@@ -138,7 +138,7 @@ def cost(held: Iterable[Allocation], prices: Prices, samples: int, steps: int) -
                 by_class[name] += spent_s / HOUR_S * quote.hourly * share
             by_market[market] += held_s / HOUR_S * quote.hourly * share
             on_demand = None if on_demand is None or full is None else on_demand + held_s / HOUR_S * full.hourly * share
-            quoted |= dict.fromkeys(each.title for each in (quote, full) if each)
+            quoted |= dict.fromkeys(rate.title for rate in (quote, full) if rate)
     unpriced = tuple(
         Unpriced(machine, len({worker for worker, _ in entries}), sum(seconds for _, seconds in entries))
         for machine, entries in missing.items()

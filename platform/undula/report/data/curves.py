@@ -99,8 +99,8 @@ def validation_curve(run: RecordedRun, began: float) -> tuple[CurvePoints, Float
     """Return the positions of the validations at committed steps, and their losses; shape [points]."""
     points = points_of(run.ledger.steps, began)
     samples_at = {0.0: 0.0, **dict(zip(points.step.tolist(), points.samples.tolist(), strict=True))}
-    found = [each for each in validations(run.events) if each.step in samples_at]
-    rows = [(each.time - began, samples_at[each.step], float(each.step), 0.0, each.loss) for each in found]
+    measured = [point for point in validations(run.events) if point.step in samples_at]
+    rows = [(point.time - began, samples_at[point.step], float(point.step), 0.0, point.loss) for point in measured]
     time, samples, step, attempt, loss = np.array(rows, dtype=np.float64).reshape(-1, 5).T
     return CurvePoints(time, samples, step, attempt), loss
 
@@ -108,12 +108,12 @@ def validation_curve(run: RecordedRun, began: float) -> tuple[CurvePoints, Float
 def metric_curves(run: RecordedRun, began: float) -> dict[str, tuple[CurvePoints, Floats]]:
     """Return the positions and the values of the means that validations had beside the loss, by name; shape [points]."""
     points, _ = validation_curve(run, began)
-    metrics = {each.step: each.metrics for each in validations(run.events)}
-    found = [metrics[int(step)] for step in points.step]
+    by_step = {point.step: point.metrics for point in validations(run.events)}
+    metrics = [by_step[int(step)] for step in points.step]
     curves = {}
-    for name in sorted({name for each in found for name in each}):
-        rows = np.array([row for row, each in enumerate(found) if name in each])
-        curves[name] = points.take(rows), np.array([found[row][name] for row in rows.tolist()], dtype=np.float64)
+    for name in sorted({name for means in metrics for name in means}):
+        rows = np.array([row for row, means in enumerate(metrics) if name in means])
+        curves[name] = points.take(rows), np.array([metrics[row][name] for row in rows.tolist()], dtype=np.float64)
     return curves
 
 

@@ -62,11 +62,13 @@ class Selection:
     @property
     def keys(self) -> tuple[str, ...]:
         """Keys that the selection uses, each once."""
-        return tuple(dict.fromkeys([*(each.key for each in self.conditions), *([self.sort] if self.sort else [])]))
+        return tuple(
+            dict.fromkeys([*(condition.key for condition in self.conditions), *([self.sort] if self.sort else [])])
+        )
 
     def has(self, values: Values) -> bool:
         """Return whether a run with these values satisfies all conditions."""
-        return all(each.holds(values) for each in self.conditions)
+        return all(condition.holds(values) for condition in self.conditions)
 
     def of(self, runs: Mapping[str, Values]) -> list[str]:
         """Return the names of the selected runs in order. Runs without the value by which they are sorted come last.
@@ -104,11 +106,11 @@ def selection(where: Sequence[str], sort: str | None) -> Selection:
     """
     conditions = []
     for text in where:
-        found = _CONDITION.fullmatch(text)
-        if not found:
+        match = _CONDITION.fullmatch(text)
+        if not match:
             raise SpecError(f"--where {text!r} is no condition; write KEY=VALUE, or one of != < <= > >= in place of =")
-        sign = "=" if found[2] == "==" else found[2]
-        conditions.append(Condition(found[1], sign, _parsed(found[3]), found[3]))
+        sign = "=" if match[2] == "==" else match[2]
+        conditions.append(Condition(match[1], sign, _parsed(match[3]), match[3]))
     if not sort:
         return Selection(tuple(conditions))
     return Selection(tuple(conditions), sort.removeprefix("-"), sort.startswith("-"))
@@ -142,5 +144,5 @@ def _rank(value: Any) -> tuple[int, float, str] | None:
 
 def _near(missing: str, known: Iterable[str]) -> str:
     """Return known keys that contain or resemble the missing one, as part of a sentence."""
-    found = [key for key in sorted(known) if missing in key] or difflib.get_close_matches(missing, sorted(known), 3)
-    return f" ({', '.join(found[:3])})" if found else ""
+    similar = [key for key in sorted(known) if missing in key] or difflib.get_close_matches(missing, sorted(known), 3)
+    return f" ({', '.join(similar[:3])})" if similar else ""

@@ -110,7 +110,7 @@ def summarize(ledger: Ledger, job: JobRecord, now: float, has_driver: bool | Non
     kinds = [event.kind for event in events]
     times = [event.time for event in events] + column(steps, "time")[-1:].tolist()
     losses = validations(events)
-    best = min((each for each in losses if math.isfinite(each.loss)), key=lambda each: each.loss, default=None)
+    best = min((point for point in losses if math.isfinite(point.loss)), key=lambda point: point.loss, default=None)
     rate = throughput(steps)
     sizes = {*steps["world_size"].to_pylist(), *ledger.replaced["world_size"].to_pylist()}
     spent = goodput(ledger, events)
@@ -149,13 +149,13 @@ def summarize(ledger: Ledger, job: JobRecord, now: float, has_driver: bool | Non
 
 def validations(events: Sequence[Event]) -> tuple[ValidationPoint, ...]:
     """Return the validations of a run by step. If a later attempt replayed a step, only its validation is returned."""
-    found: dict[int, ValidationPoint] = {}
+    points: dict[int, ValidationPoint] = {}
     for event in events:
         if isinstance(event, StartEvent):
-            found = {step: entry for step, entry in found.items() if step <= event.step}
+            points = {step: entry for step, entry in points.items() if step <= event.step}
         elif isinstance(event, ValidationEvent):
-            found[event.step] = ValidationPoint(event.step, event.loss, event.time, event.metrics)
-    return tuple(found[step] for step in sorted(found))
+            points[event.step] = ValidationPoint(event.step, event.loss, event.time, event.metrics)
+    return tuple(points[step] for step in sorted(points))
 
 
 def column(table: pa.Table, name: str) -> Floats:

@@ -182,7 +182,7 @@ class Chart:
         others = [layer for layer in self.layers if not isinstance(layer, Band)]
         parts = (
             [layer.svg(self.x, self.y, size) for layer in bands],
-            [each.svg(self.x, self.y, size) for each in others],
+            [other.svg(self.x, self.y, size) for other in others],
         )
         base = Markup('<line class="base" x2="100%" y1="100%" y2="100%"/>')
         return Markup("\n").join([*parts[0], *lines, base, *parts[1]])

@@ -151,10 +151,10 @@ def _with_dollars(points: CurvePoints, run: ComparedRun) -> CurvePoints:
     return replace(points, dollars=spent[np.searchsorted(steps, points.step, side="right")])
 
 
-def _sentence(each: Agreement) -> tuple[str, str, list[str]]:
+def _sentence(agreement: Agreement) -> tuple[str, str, list[str]]:
     """Return the verdict on two runs, a heading, and sentences."""
-    certificate = each.certificate
-    pair = f"{printable(each.label, 80)} and {printable(each.against, 80)}"
+    certificate = agreement.certificate
+    pair = f"{printable(agreement.label, 80)} and {printable(agreement.against, 80)}"
     if certificate.difference:
         return "rejected", f"{pair} differ", [printable(certificate.difference)]
     verdict = "not-rejected" if certificate.proved else "not-tested"

@@ -23,7 +23,7 @@ def cost_lines(cost: Cost) -> list[tuple[str, str]]:
     lines = []
     if cost.total:
         least = "at least " if cost.unpriced else ""
-        parts = ", ".join(f"{dollars(cost.by_market[each])} {each}" for each in MARKETS if cost.by_market[each])
+        parts = ", ".join(f"{dollars(cost.by_market[market])} {market}" for market in MARKETS if cost.by_market[market])
         lines.append(("cost", f"{least}{dollars(cost.total)}: {parts}"))
         if cost.per_step is not None and cost.per_1000_samples is not None:
             lines.append(("per 1,000 samples", least + dollars(cost.per_1000_samples)))
@@ -32,8 +32,8 @@ def cost_lines(cost: Cost) -> list[tuple[str, str]]:
             lines.append(("all on-demand", _on_demand_text(cost)))
         lines.append(("wasted", f"{least}{dollars(cost.wasted)}, {cost.wasted / cost.total:.1%} of it"))
         lines.append(("prices", "; ".join(cost.quoted)))
-    lines += [("without a price", _unpriced_text(each)) for each in cost.unpriced]
-    return lines + [("note", printable(each)) for each in cost.notes]
+    lines += [("without a price", _unpriced_text(unpriced)) for unpriced in cost.unpriced]
+    return lines + [("note", printable(note)) for note in cost.notes]
 
 
 def _on_demand_text(cost: Cost) -> str:

@@ -211,7 +211,7 @@ def _throughput_chart(run: RecordedRun, points: CurvePoints) -> RunChart:
     rate = throughput(run.ledger.steps)
     attempts = [rate[points.attempt == attempt] for attempt in np.unique(points.attempt)]
     # Each attempt is smoothed separately, because attempts can differ in world size and so in speed.
-    smoothed = np.concatenate([smooth(each, smoothing_window(rate)) for each in attempts])
+    smoothed = np.concatenate([smooth(rates, smoothing_window(rate)) for rates in attempts])
     rows = downsample(rate, CURVE_POINTS)
     at = points.take(rows)
     curves = Curve("samples/s", "s-rate faint", at, rate[rows]), Curve("smoothed", "s-rate", at, smoothed[rows])

@@ -93,8 +93,8 @@ EVENT_TYPES = {each.KIND: each for each in Event.__subclasses__() if each is not
 
 def read_event(row: Mapping[str, Any]) -> Event:
     """Return the event of a row of the ledger's EVENT_SCHEMA: a RecordedEvent if this version does not know its kind or its fields."""
-    found = json.loads(row["data"] or "{}")
-    data = found if isinstance(found, dict) else {}
+    value = json.loads(row["data"] or "{}")
+    data = value if isinstance(value, dict) else {}
     event_type = EVENT_TYPES.get(row["kind"])
     if event_type is not None:
         try:

@@ -37,8 +37,8 @@ class GroupEvent(Event):
     @property
     def message(self) -> str:
         ranks = ", ".join(
-            f"rank {each.get('rank')} is process {each.get('pid')} on node {short(each.get('node', '?'))}"
-            for each in self.workers
+            f"rank {worker.get('rank')} is process {worker.get('pid')} on node {short(worker.get('node', '?'))}"
+            for worker in self.workers
         )
         return f"A group of {counted(len(self.workers), 'worker')} starts: {ranks}."
 
@@ -180,8 +180,8 @@ class WaitingEvent(Event):
         match self.waited_for:
             case "workers":
                 need = ", ".join(f"{amount:g} {name}" for name, amount in self.resources.items() if amount)
-                each = f" with {need}" if need else ""
-                return f"The run waits for {counted(max(self.needed - self.ready, 0), 'more worker')}{each} ({counts})."
+                what = f" with {need}" if need else ""
+                return f"The run waits for {counted(max(self.needed - self.ready, 0), 'more worker')}{what} ({counts})."
             case "state":
                 return f"The run waits for a node that may hold its newest state ({counts})."
             case "growth":

@@ -23,8 +23,8 @@ def estimates(norms: StepNorms) -> tuple[float, float]:
 def scale(*norms: StepNorms) -> float:
     """Return the noise scale after some measurements, or NaN if there is none."""
     noise = NoiseScale()
-    for each in norms:
-        noise = noise.after(each)
+    for measured in norms:
+        noise = noise.after(measured)
     return float("nan") if noise.samples is None else noise.samples
 
 
@@ -78,5 +78,5 @@ def _measured() -> float:
         meter.end_backward(8)
     assert weights.grad is not None
     small, whole = sum(meter.small_squares(samples)), float(weights.grad.square().sum())
-    found = meter.keep(StepNorms(small, whole, 2, samples), clock=0.0)
-    return float("nan") if found is None else found
+    scale = meter.keep(StepNorms(small, whole, 2, samples), clock=0.0)
+    return float("nan") if scale is None else scale

@@ -62,7 +62,10 @@ def adam() -> Iterator[Row]:
     for name, eps in (("adam", 1e-8), ("adamw", 1e-8), ("lamb", 1e-6)):
         constant = after([0.0], [[1.0]] * STEPS, is_matrix=False, name=name, eps=1.0)
         yield f"{name}, constant gradient, eps 1", -LR * STEPS / 2, constant[0], EXACT
-        ends = [after([0.0], [[each] for each in gradients[:count]], is_matrix=False, name=name)[0] for count in (2, 3)]
+        ends = [
+            after([0.0], [[gradient] for gradient in gradients[:count]], is_matrix=False, name=name)[0]
+            for count in (2, 3)
+        ]
         direction = _adam_direction(gradients, 0.9, 0.999, eps)
         yield f"{name}, direction after three gradients", -LR * direction, ends[1] - ends[0], EXACT
     decayed = after([2.0], [[0.0]], name="adam", weight_decay=0.5, eps=1.0)

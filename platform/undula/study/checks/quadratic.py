@@ -47,11 +47,11 @@ def noisy_quadratic() -> Iterator[Row]:
     give a critical batch of 924 and 6,113 fewest steps. All powers of two from 4 to 2^20 cover both arms of the hyperbola.
     """
     model = zhang_quadratic()
-    found = {batch: best_of(sgd_steps(model, batch, RATES, TARGET), RATES) for batch in {*KNOWN_BEST, *FITTED_BATCHES}}
+    best = {batch: best_of(sgd_steps(model, batch, RATES, TARGET), RATES) for batch in {*KNOWN_BEST, *FITTED_BATCHES}}
     for batch, known in KNOWN_BEST.items():
-        yield f"steps to a loss of {TARGET}, batch {batch}", known.steps, found[batch].steps, 0.001
-        yield f"best learning rate, batch {batch}", known.rate, found[batch].rate, 0.005
-    fit = fit_pareto(FITTED_BATCHES, [found[batch].steps for batch in FITTED_BATCHES], resamples=100)
+        yield f"steps to a loss of {TARGET}, batch {batch}", known.steps, best[batch].steps, 0.001
+        yield f"best learning rate, batch {batch}", known.rate, best[batch].rate, 0.005
+    fit = fit_pareto(FITTED_BATCHES, [best[batch].steps for batch in FITTED_BATCHES], resamples=100)
     yield "critical batch", KNOWN_CRITICAL_BATCH, fit.critical_batch, 0.01
     yield "fewest steps", KNOWN_FEWEST_STEPS, fit.fewest_steps, 0.01
 

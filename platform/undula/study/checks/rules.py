@@ -79,7 +79,8 @@ def measured_rules() -> Iterator[Row]:
         yield f"adascale: gain at S = {kappa}, sampled", gain, factor("adascale", kappa, noise), 0.02
         # A step of rate e along g changes a quadratic of curvature 1 by -e G.g + e^2 |g|^2 / 2, so the best rate is G.g / |g|^2.
         best = [
-            float(each.sum() * sqrt(1 / dimensions) / (each**2).sum()) for each in (draws[:, 0], draws.mean(axis=1))
+            float(sample.sum() * sqrt(1 / dimensions) / (sample**2).sum())
+            for sample in (draws[:, 0], draws.mean(axis=1))
         ]
         yield (
             f"noise_scale: best rate of SGD at kappa {kappa}, sampled",
@@ -109,11 +110,11 @@ def adam_sde() -> Iterator[Row]:
         base = _adam_variance("none", 1, rate, epsilon, noise, steps)
         for kappa in kappas:
             large = "" if epsilon < 1 else ", large epsilon"
-            found = _adam_variance("adam_sde", kappa, rate, epsilon, noise / sqrt(kappa), steps // kappa)
-            yield f"variance, adam_sde, kappa {kappa}{large}", 1.0, found / base, 0.03
+            variance = _adam_variance("adam_sde", kappa, rate, epsilon, noise / sqrt(kappa), steps // kappa)
+            yield f"variance, adam_sde, kappa {kappa}{large}", 1.0, variance / base, 0.03
             if not large:
-                found = _adam_variance("linear", kappa, rate, epsilon, noise / sqrt(kappa), steps // kappa)
-                yield f"variance, linear, kappa {kappa}", sqrt(kappa), found / base, 0.05
+                variance = _adam_variance("linear", kappa, rate, epsilon, noise / sqrt(kappa), steps // kappa)
+                yield f"variance, linear, kappa {kappa}", sqrt(kappa), variance / base, 0.05
 
 
 def _adam_variance(rule: RuleName, kappa: int, rate: float, epsilon: float, noise: float, steps: int) -> float:

@@ -46,7 +46,7 @@ def group_figures(findings: Findings, results: GroupFindings) -> Iterator[StudyF
     """Yield the figures of a group, in the order of the page."""
     spec, base, fit = findings.spec, findings.spec.batches[0], results.pareto
     has_seeds = len(spec.seeds) > 1
-    is_starred = any(each.optimum and each.optimum.interior for each in results.main.batches)
+    is_starred = any(tuned.optimum and tuned.optimum.interior for tuned in results.main.batches)
     has_level = any(isfinite(law.fit.level) for law in results.main.laws[:1])
     figures: list[tuple[str, str, str, Callable[[], Chart]]] = [
         (
@@ -130,7 +130,7 @@ def _figure(name: str, title: str, note: str, label: str, draw: Callable[[], Cha
 
 
 def _reached(results: GroupFindings) -> list[tuple[int, Fewest]]:
-    return [(each.batch, each.fewest) for each in results.main.batches if each.fewest]
+    return [(tuned.batch, tuned.fewest) for tuned in results.main.batches if tuned.fewest]
 
 
 def draw_to_target(results: GroupFindings, spec: StudySpec, what: str) -> Chart:
@@ -142,7 +142,7 @@ def draw_to_target(results: GroupFindings, spec: StudySpec, what: str) -> Chart:
     batch_x, x = batch_axis(batches), np.geomspace(min(batches), max(batches), 80)
     first, least = rows[0]
     ideal = np.full(len(x), least.mean_samples) if in_samples else least.mean_steps * first / x
-    values = [value for _, each in rows for value in (each.samples if in_samples else each.steps)]
+    values = [value for _, fewest in rows for value in (fewest.samples if in_samples else fewest.steps)]
     label = f"{what} to a {spec.metric.replace('_', ' ')} of {spec.target:g}"
     y = log_axis(min(*values, *(values if in_samples else ideal)), max([*values, ideal.max()]), label, pad=0.08)
     keys = [Key("perfect scaling", "thin soft", is_line=True, dash=DASHED)]
@@ -156,12 +156,12 @@ def draw_to_target(results: GroupFindings, spec: StudySpec, what: str) -> Chart:
         layers.append(Line(x, y.inside(fitted), "thin ink"))
         keys += [Key("fit", "thin ink", is_line=True), critical_key(fit)]
     layers.append(Line(x, ideal, "thin soft", DASHED))
-    for batch, each in rows:
-        seeds = each.samples if in_samples else each.steps
+    for batch, fewest in rows:
+        seeds = fewest.samples if in_samples else fewest.steps
         if len(seeds) > 1:
             layers.append(Points([batch] * len(seeds), seeds, f"faint-point {batch_css(batch)}", "dot"))
-        layers.append(_mean(batch, batch, each.mean_samples if in_samples else each.mean_steps, each))
-    keys += [Key("a bound", "hollow ink", "circle")] if any(is_open(each) for _, each in rows) else []
+        layers.append(_mean(batch, batch, fewest.mean_samples if in_samples else fewest.mean_steps, fewest))
+    keys += [Key("a bound", "hollow ink", "circle")] if any(is_open(fewest) for _, fewest in rows) else []
     return Chart(batch_x, y, layers, keys)
 
 
@@ -181,7 +181,7 @@ def draw_pareto(results: GroupFindings) -> Chart:
     if len(rows) < 2:
         raise NoFigure(results.pareto_problem)
     batches = [at.batch for at in results.main.batches]
-    steps, samples = [each.mean_steps for _, each in rows], [each.mean_samples for _, each in rows]
+    steps, samples = [fewest.mean_steps for _, fewest in rows], [fewest.mean_samples for _, fewest in rows]
     least = [(fit.fewest_steps, fit.fewest_samples)] if fit and is_bounded(fit) else []
     x = log_axis(min([*steps, *(s for s, _ in least)]), max(steps), "steps to the target, S", pad=0.1)
     y = log_axis(min([*samples, *(e for _, e in least)]), max(samples), "samples to the target, E", pad=0.14)
@@ -200,10 +200,10 @@ def draw_pareto(results: GroupFindings) -> Chart:
         if is_bounded(fit):
             layers.append(Points(2 * s_min[:1], 2 * e_min[:1], "ink", "star"))
             keys.append(replace(critical_key(fit), glyph="star", is_line=False))
-    for batch, each in rows:
-        is_under = fit is not None and each.mean_steps < fit.fewest_steps * (1 + fit.critical_batch / batch)
-        at = each.mean_steps, each.mean_samples
-        layers.append(_mean(batch, *at, each))
+    for batch, fewest in rows:
+        is_under = fit is not None and fewest.mean_steps < fit.fewest_steps * (1 + fit.critical_batch / batch)
+        at = fewest.mean_steps, fewest.mean_samples
+        layers.append(_mean(batch, *at, fewest))
         layers.append(Text(*at, f"{batch:,}", -7, 13, "end") if is_under else Text(*at, f"{batch:,}", 7, -5))
     return Chart(x, y, layers, keys)
 
@@ -211,10 +211,10 @@ def draw_pareto(results: GroupFindings) -> Chart:
 def draw_noise(results: GroupFindings) -> Chart:
     """Draw the gradient noise scale during the best trial at each batch, with the critical batch."""
     curves = []
-    for each in results.main.batches:
-        record = best_record(each)
+    for tuned in results.main.batches:
+        record = best_record(tuned)
         kept = [(at, scale) for at, scale in record.noise if isfinite(scale) and scale > 0] if record else []
-        curves += [(each.batch, np.array(kept).T)] if kept else []
+        curves += [(tuned.batch, np.array(kept).T)] if kept else []
     if not curves:
         raise NoFigure("none of the best trials measured the gradient noise scale")
     fit = results.pareto
@@ -245,7 +245,7 @@ def draw_warmups(findings: Findings, optimizer: Optimizer) -> Chart:
         over_common_seeds(batches) for batches in zip(*(results.main.batches for results in groups), strict=True)
     ]
     curves = [
-        [(each[place].batch, lowest) for each in by_batch if (lowest := each[place].lowest)]
+        [(tunings[place].batch, lowest) for tunings in by_batch if (lowest := tunings[place].lowest)]
         for place in range(len(groups))
     ]
     points = [point for curve in curves for _, point in curve]
@@ -265,4 +265,4 @@ def draw_warmups(findings: Findings, optimizer: Optimizer) -> Chart:
         layers += [Line(x, loss, css, dash), Points(x, loss, css), deviation_bars(x, [p for _, p in curve], y, css)]
         warmup = results.group.warmup
         keys.append(Key(f"{warmup:,} samples" if warmup else "none", css, "circle", is_line=True, dash=dash))
-    return Chart(batch_axis([each.batch for each in groups[0].main.batches]), y, layers, keys, "warmup")
+    return Chart(batch_axis([tuned.batch for tuned in groups[0].main.batches]), y, layers, keys, "warmup")

@@ -4,6 +4,7 @@ Beside the page are the figures as SVG and PNG, and all trials as CSV and Parque
 """
 
 import io
+import itertools
 import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -60,7 +61,7 @@ def write_report(store: Store, spec: StudySpec, records: Sequence[TrialRecord]) 
     folder = store / FOLDER
     palette = _colors(findings)
     light = "".join(f".{css} {{ color: {color}; }}\n" for css, (color, _) in palette.items())
-    for figure in (each for part in (*groups, warmups) for each in part):
+    for figure in itertools.chain(*groups, warmups):
         if figure.chart:
             svg = render_chart(figure.chart, light)
             folder.write(f"figures/{figure.name}.svg", svg.encode())
@@ -178,7 +179,7 @@ def _result_tiles(findings: Findings) -> list[Tile]:
 
 def _effort_tiles(findings: Findings) -> list[Tile]:
     spec, records, hourly = findings.spec, findings.records, findings.spec.worker_hour
-    worker_s, seconds = tables.worker_seconds(spec, records), sum(each.seconds for each in records)
+    worker_s, seconds = tables.worker_seconds(spec, records), sum(record.seconds for record in records)
     shared = f"wall time divided by the {spec.packed} trials that share a worker" if spec.share < 1 else ""
     cost = dollars(worker_s / HOUR_S * hourly) if hourly is not None else DASH
     price = f"at {dollars(hourly)} per worker and hour" if hourly is not None else "no price was given"
@@ -199,20 +200,20 @@ def _lowest(findings: Findings) -> tuple[float, str]:
     """Return the lowest mean loss over common seeds and a description of its trial, or infinity if no trial is complete."""
     spec = findings.spec
     where = [
-        (results.group, tuning.rules, each)
+        (results.group, tuning.rules, tuned)
         for results in findings.groups
         for tuning in results.tunings
-        for each in tuning.batches
+        for tuned in tuning.batches
     ]
-    compared = over_common_seeds([each for *_, each in where])
+    compared = over_common_seeds([tuned for *_, tuned in where])
     points = [
-        (group, rules, each.batch, each.lowest)
-        for (group, rules, _), each in zip(where, compared, strict=True)
-        if each.lowest
+        (group, rules, tuned.batch, tuned.lowest)
+        for (group, rules, _), tuned in zip(where, compared, strict=True)
+        if tuned.lowest
     ]
     if not points:
         return inf, "no trial is complete"
-    group, rules, batch, point = min(points, key=lambda each: each[3].loss)
+    group, rules, batch, point = min(points, key=lambda found: found[3].loss)
     parts = [f"batch {batch:,}", f"rate {number(point.rate, 3)}"]
     parts += [optimizer_words(group.optimizer)] if len(spec.optimizers) > 1 else []
     parts += [rules[0]] if batch != spec.batches[0] and not RULES[rules[0]].changes_rate_alone(group.warmup) else []

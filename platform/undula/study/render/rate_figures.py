@@ -27,39 +27,39 @@ A_BOUND = Key("a bound", "hollow ink", "diamond")
 
 def draw_rates(tuning: Tuning, spec: StudySpec) -> Chart:
     """Draw the last loss over the learning rate, with a line for each batch."""
-    shown = [each for each in tuning.batches if each.points]
-    losses = [point.loss for each in shown for point in each.points if isfinite(point.loss)]
+    shown = [tuned for tuned in tuning.batches if tuned.points]
+    losses = [point.loss for tuned in shown for point in tuned.points if isfinite(point.loss)]
     if not losses:
         raise NoFigure(_why_no_loss(shown))
-    rates = [point.rate for each in shown for point in each.points]
-    unstable = [each for each in shown if _with_outcome(each, "diverged")]
+    rates = [point.rate for tuned in shown for point in tuned.points]
+    unstable = [tuned for tuned in shown if _with_outcome(tuned, "diverged")]
     y, top = _loss_axis(losses, ROW * len(unstable), spec.metric.replace("_", " "))
-    layers: list[Layer] = [layer for each in shown for layer in _loss_curve(each, y, top)]
-    for row, each in enumerate(unstable):
-        diverged = [point.rate for point in _with_outcome(each, "diverged")]
-        layers.append(Points(diverged, [y.at(1 - ROW * (row + 0.5))] * len(diverged), batch_css(each.batch), "x"))
-    keys = [Key(f"{each.batch:,}", batch_css(each.batch), "dot", is_line=True) for each in shown]
+    layers: list[Layer] = [layer for tuned in shown for layer in _loss_curve(tuned, y, top)]
+    for row, tuned in enumerate(unstable):
+        diverged = [point.rate for point in _with_outcome(tuned, "diverged")]
+        layers.append(Points(diverged, [y.at(1 - ROW * (row + 0.5))] * len(diverged), batch_css(tuned.batch), "x"))
+    keys = [Key(f"{tuned.batch:,}", batch_css(tuned.batch), "dot", is_line=True) for tuned in shown]
     x = log_axis(min(rates), max(rates), "learning rate")
     return Chart(x, y, layers, [*keys, *_marker_keys(shown, top)], "batch")
 
 
-def _with_outcome(each: AtBatch, outcome: Outcome) -> list[RatePoint]:
-    return [point for point in each.points if point.outcome == outcome]
+def _with_outcome(tuned: AtBatch, outcome: Outcome) -> list[RatePoint]:
+    return [point for point in tuned.points if point.outcome == outcome]
 
 
-def _loss_curve(each: AtBatch, y: Axis, top: float) -> Iterator[Layer]:
-    css, complete = batch_css(each.batch), [point for point in each.points if isfinite(point.loss)]
+def _loss_curve(tuned: AtBatch, y: Axis, top: float) -> Iterator[Layer]:
+    css, complete = batch_css(tuned.batch), [point for point in tuned.points if isfinite(point.loss)]
     rates, losses = np.array([point.rate for point in complete]), np.array([point.loss for point in complete])
     yield Line(rates, losses, css)
     yield Points(rates, losses, css, "dot")
     yield deviation_bars(rates, complete, y, css)
-    for point in _with_outcome(each, "stopped"):
+    for point in _with_outcome(tuned, "stopped"):
         is_shown = _last_seen(point) <= top
         height = _last_seen(point) if is_shown else top
         yield Points([point.rate], [height], f"{css} hollow", "circle" if is_shown else "up")
-    if each.optimum:
-        glyph, look = best_look(each.optimum, "star")
-        yield Points([each.optimum.rate], [each.optimum.loss], css + look, glyph)
+    if tuned.optimum:
+        glyph, look = best_look(tuned.optimum, "star")
+        yield Points([tuned.optimum.rate], [tuned.optimum.loss], css + look, glyph)
 
 
 def deviation_bars(x: Floats, points: Sequence[RatePoint], y: Axis, css: str) -> Line:
@@ -82,17 +82,17 @@ def _last_seen(point: RatePoint) -> float:
 
 def _marker_keys(shown: Sequence[AtBatch], top: float) -> Iterator[Key]:
     """Yield the legend entries of the markers in the figure."""
-    optima = [each.optimum for each in shown if each.optimum]
-    if any(each.interior for each in optima):
+    optima = [tuned.optimum for tuned in shown if tuned.optimum]
+    if any(optimum.interior for optimum in optima):
         yield Key("best", "ink", "star")
-    if any(not each.interior for each in optima):
+    if any(not optimum.interior for optimum in optima):
         yield A_BOUND
-    stopped = [_last_seen(point) for each in shown for point in _with_outcome(each, "stopped")]
+    stopped = [_last_seen(point) for tuned in shown for point in _with_outcome(tuned, "stopped")]
     if any(seen <= top for seen in stopped):
         yield Key("stopped", "hollow soft", "circle")
     if any(seen > top for seen in stopped):
         yield Key("stopped, higher", "hollow soft", "up")
-    if any(_with_outcome(each, "diverged") for each in shown):
+    if any(_with_outcome(tuned, "diverged") for tuned in shown):
         yield Key("diverged", "soft", "x")
 
 
@@ -116,22 +116,22 @@ def _loss_axis(losses: Sequence[float], above: float, label: str) -> tuple[Axis,
 
 def draw_best_rate(results: GroupFindings, base: int) -> Chart:
     """Draw the best learning rate over the batch, the fitted power law with its interval, and a line for each rule."""
-    optima = [(each, each.optimum) for each in results.main.batches if each.optimum]
+    optima = [(tuned, tuned.optimum) for tuned in results.main.batches if tuned.optimum]
     batches = [at.batch for at in results.main.batches]
     if not optima:
         raise NoFigure(_why_no_loss(results.main.batches))
     if len(batches) < 2:
         raise NoFigure(results.main.problem)
     fit = results.main.laws[0].fit if results.main.laws else None
-    at_base = next((optimum for each, optimum in optima if each.batch == base and optimum.interior), None)
+    at_base = next((optimum for tuned, optimum in optima if tuned.batch == base and optimum.interior), None)
     others = {
-        tuning.rules[0]: [one for each in tuning.batches if (one := each.optimum) and each.batch != base]
+        tuning.rules[0]: [one for tuned in tuning.batches if (one := tuned.optimum) and tuned.batch != base]
         for tuning in results.others
     }
     x = np.geomspace(min(batches), max(batches), 200)
     rules = _rules_with_lines(results)
     lines = {power: at_base.rate * (x / base) ** power for power in rules} if at_base else {}
-    rates = [optimum.rate for _, optimum in optima] + [each.rate for best in others.values() for each in best]
+    rates = [optimum.rate for _, optimum in optima] + [optimum.rate for best in others.values() for optimum in best]
     rates += [fit.factor * batch**fit.exponent for batch in batches] if fit else []
     y = _rate_axis(rates, [end for line in lines.values() for end in line[[0, -1]].tolist()])
     layers, keys = _fit_layers(fit, x, y)
@@ -139,16 +139,16 @@ def draw_best_rate(results: GroupFindings, base: int) -> Chart:
         rule = rules[power][0]
         layers.append(Line(x, y.inside(line), f"thin {rule_css(rule)}", RULES[rule].mark.dash))
         keys.append(rule_key(", ".join(rules[power]), rule))
-    for each, optimum in optima:
-        seeds, css = each.rates_by_seed(), batch_css(each.batch)
+    for tuned, optimum in optima:
+        seeds, css = tuned.rates_by_seed(), batch_css(tuned.batch)
         if len(seeds) > 1 and optimum.interior:
-            layers.append(Line(np.full(2, each.batch), np.array([min(seeds), max(seeds)]), f"wide-bar {css}"))
+            layers.append(Line(np.full(2, tuned.batch), np.array([min(seeds), max(seeds)]), f"wide-bar {css}"))
         glyph, look = best_look(optimum, "circle")
-        layers.append(Points([each.batch], [optimum.rate], css + look, glyph))
+        layers.append(Points([tuned.batch], [optimum.rate], css + look, glyph))
     for rule, best in others.items():
         if best:
             css, glyph = f"hollow {rule_css(rule)}", RULES[rule].mark.shape
-            layers.append(Points([each.batch for each in best], [each.rate for each in best], css, glyph))
+            layers.append(Points([optimum.batch for optimum in best], [optimum.rate for optimum in best], css, glyph))
             keys.append(Key(f"best under {rule}", css, glyph))
     keys += [] if all(optimum.interior for _, optimum in optima) else [A_BOUND]
     return Chart(batch_axis(batches), y, layers, keys)
@@ -156,7 +156,7 @@ def draw_best_rate(results: GroupFindings, base: int) -> Chart:
 
 def _rules_with_lines(results: GroupFindings) -> dict[float, list[RuleName]]:
     """Return the rules that scale with a power of the batch, by their exponent. Rules with the same exponent share a line."""
-    names = [each.rule for law in results.main.laws[:1] for each in law.verdicts] or list(powers())
+    names = [verdict.rule for law in results.main.laws[:1] for verdict in law.verdicts] or list(powers())
     exponents = [(RULES[name].exponent, name) for name in dict.fromkeys(names)]
     return {power: [name for one, name in exponents if one == power] for power, _ in exponents if power is not None}
 
@@ -180,7 +180,7 @@ def _fit_layers(fit: PowerLaw | None, x: Floats, y: Axis) -> tuple[list[Layer], 
     label = "no interval: two batches"
     if isfinite(fit.interval.high - fit.interval.low):
         # The level at the middle batch and the slope are independent.
-        away = np.log(x) - np.mean(np.log([each.batch for each in fit.used]))
+        away = np.log(x) - np.mean(np.log([tuned.batch for tuned in fit.used]))
         down, up = fit.exponent - fit.interval.low, fit.interval.high - fit.exponent
         above = np.hypot(fit.level, away * np.where(away > 0, up, down))
         below = np.hypot(fit.level, away * np.where(away > 0, down, up))
@@ -191,9 +191,11 @@ def _fit_layers(fit: PowerLaw | None, x: Floats, y: Axis) -> tuple[list[Layer], 
 
 def draw_predicted(results: GroupFindings, base: int) -> Chart:
     """Draw the ratio of predicted to tuned rates over the batch. Rules predict rates from the tuned rate of the base batch."""
-    rows = [(each.rule, each.batch, *each.ratio) for each in results.predictions if each.ratio]
+    rows = [
+        (prediction.rule, prediction.batch, *prediction.ratio) for prediction in results.predictions if prediction.ratio
+    ]
     if not rows:
-        at_base = next((each for each in results.main.batches if each.batch == base), None)
+        at_base = next((tuned for tuned in results.main.batches if tuned.batch == base), None)
         raise NoFigure(
             f"rules predict from the base batch: {at_base.problem}"
             if at_base and at_base.problem
@@ -230,22 +232,22 @@ MAP_KEYS: dict[Outcome, Key] = {
 
 def draw_map(tuning: Tuning) -> Chart:
     """Draw a map over batch and learning rate, with the loss above the lowest one of its batch, and with trials that have no loss."""
-    points = [(each, point) for each in tuning.batches for point in each.points]
+    points = [(tuned, point) for tuned in tuning.batches for point in tuned.points]
     if not points:
         raise NoFigure("no trial has started yet")
-    above = [point.loss - each.lowest.loss if each.lowest else inf for each, point in points]
+    above = [point.loss - tuned.lowest.loss if tuned.lowest else inf for tuned, point in points]
     positive = [value for value in above if 0 < value < inf]
     # The limit keeps two nearly equal losses from taking most of the colours.
     low, high = (max(min(positive), max(positive) / SPAN), max(positive)) if positive else (1.0, 1.0)
     span = log(high / low) or 1.0
     cell = _cell(tuning.batches)
     layers: list[Layer] = []
-    for (each, point), value in zip(points, above, strict=True):
+    for (tuned, point), value in zip(points, above, strict=True):
         key = MAP_KEYS.get(point.outcome) or Key("", level_css(max(log(max(value, low) / low) / span, 0.0)))
         glyph = "x" if cell == "cell" and point.outcome == "diverged" else key.glyph or cell
-        layers.append(Points([each.batch], [point.rate], key.css, glyph))
-    best = [each.optimum for each in tuning.batches if each.optimum]
-    layers.append(Points([each.batch for each in best], [each.rate for each in best], "hollow ink", "star"))
+        layers.append(Points([tuned.batch], [point.rate], key.css, glyph))
+    best = [tuned.optimum for tuned in tuning.batches if tuned.optimum]
+    layers.append(Points([optimum.batch for optimum in best], [optimum.rate for optimum in best], "hollow ink", "star"))
     keys = [key for outcome, key in MAP_KEYS.items() if any(point.outcome == outcome for _, point in points)]
     keys += [Key("best", "hollow ink", "star")] if best else []
     if positive:
@@ -260,15 +262,15 @@ def draw_map(tuning: Tuning) -> Chart:
 
 def _cell(batches: Sequence[AtBatch]) -> Glyph:
     """Return a glyph that is so low that most neighbours in a column of the map do not overlap."""
-    rates = [np.log([point.rate for point in each.points]) for each in batches if each.points]
-    span = max(each.max() for each in rates) - min(each.min() for each in rates)
-    gaps = np.concatenate([np.diff(each) for each in rates])
+    rates = [np.log([point.rate for point in tuned.points]) for tuned in batches if tuned.points]
+    span = max(at_batch.max() for at_batch in rates) - min(at_batch.min() for at_batch in rates)
+    gaps = np.concatenate(list(map(np.diff, rates)))
     px = PLOT_PX * float(np.quantile(gaps, 0.25)) / span if len(gaps) and span else PLOT_PX
     return "patch" if px > 12 else "square" if px > 8 else "cell"
 
 
 def _why_no_loss(batches: Sequence[AtBatch]) -> str:
-    outcomes = {point.outcome for each in batches for point in each.points}
+    outcomes = {point.outcome for tuned in batches for point in tuned.points}
     if outcomes == {"diverged"}:
         return "every learning rate diverged at every batch; lower rates are needed"
     return "no trial is complete" if outcomes else "no trial has started yet"

@@ -62,10 +62,10 @@ def space_table(spec: StudySpec) -> PageTable:
     """Return the table of the search space."""
     rates = spec.rates
     rows = [
-        ("batches", ", ".join(f"{each:,}" for each in spec.batches), f"{len(spec.batches)}"),
+        ("batches", ", ".join(f"{batch:,}" for batch in spec.batches), f"{len(spec.batches)}"),
         ("base learning rates", f"{number(min(rates), 3)} to {number(max(rates), 3)}", f"{len(rates)}"),
         ("rules", ", ".join(spec.rules), f"{len(spec.rules)}"),
-        ("warmups in samples", ", ".join(f"{each:,}" for each in spec.warmup_axis), f"{len(spec.warmup_axis)}"),
+        ("warmups in samples", ", ".join(f"{warmup:,}" for warmup in spec.warmup_axis), f"{len(spec.warmup_axis)}"),
         ("optimizers", ", ".join(spec.optimizers), f"{len(spec.optimizers)}"),
         ("seeds", ", ".join(map(str, spec.seeds)), f"{len(spec.seeds)}"),
         ("metric", spec.metric.replace("_", " "), DASH),
@@ -88,23 +88,23 @@ def states_table(findings: Findings) -> PageTable:
         for batch, count in counts.items()
     ]
     sums = [sum(count[state] for count in counts.values()) for state in shown]
-    rows.append(["all", *(f"{each:,}" for each in sums), f"{sum(sums):,}"])
+    rows.append(["all", *(f"{total:,}" for total in sums), f"{sum(sums):,}"])
     return _table(", ".join(["batch", *shown, "all"]), rows)
 
 
 def failures_table(findings: Findings) -> PageTable | None:
     """Return the table of failed trials with the reasons, or None if there are none."""
     failed = [record for record in findings.records if record.state == "failed"]
-    rows = [(each.trial.name, each.message or DASH) for each in failed]
+    rows = [(failure.trial.name, failure.message or DASH) for failure in failed]
     return _table("trial, message", rows, text_columns=(0, 1)) if failed else None
 
 
 def seeds_table(findings: Findings) -> PageTable:
     """Return the table of the mean and standard deviation, over seeds, of the lowest loss at each batch."""
     rows = [
-        (results.group.title, f"{each.batch:,}", *_seed_cells(each.lowest, each))
+        (results.group.title, f"{tuned.batch:,}", *_seed_cells(tuned.lowest, tuned))
         for results in findings.groups
-        for each in results.main.batches
+        for tuned in results.main.batches
     ]
     head = "trials, batch, best rate tried, seeds, mean loss, deviation, best rate"
     return _table(head, rows, empty="No trial has started yet.")
@@ -114,10 +114,10 @@ def cost_table(findings: Findings) -> PageTable:
     """Return the table of time and cost by batch."""
     hourly = findings.spec.worker_hour
     batches = sorted({record.trial.batch for record in findings.records})
-    parts = [(f"{batch:,}", [each for each in findings.records if each.trial.batch == batch]) for batch in batches]
+    parts = [(f"{batch:,}", [own for own in findings.records if own.trial.batch == batch]) for batch in batches]
     rows = []
     for label, records in [*parts, ("all", list(findings.records))]:
-        seconds, worker_s = sum(each.seconds for each in records), worker_seconds(findings.spec, records)
+        seconds, worker_s = sum(record.seconds for record in records), worker_seconds(findings.spec, records)
         cost = DASH if hourly is None else dollars(worker_s / HOUR_S * hourly)
         mean = duration(seconds / len(records)) if records else DASH
         rows.append((label, f"{len(records):,}", duration(seconds), mean, duration(worker_s), cost))
@@ -139,7 +139,7 @@ def verdict_table(results: GroupFindings) -> PageTable | None:
         under = "" if tuning is results.main else f"under {tuning.rules[0]}, "
         fit = f"{law.fit.exponent:.2f} ({interval_text(law.fit.interval)})"
         head.append(Cell(f"{under}batches {law.batches}", note=fit))
-    exponents = {each.rule: each.exponent for _, law in laws for each in law.verdicts}
+    exponents = {verdict.rule: verdict.exponent for _, law in laws for verdict in law.verdicts}
     rows = [
         (Cell(rule), Cell(f"{exponent:g}", "n"), *(_verdict_cell(rule, law) for _, law in laws))
         for rule, exponent in exponents.items()
@@ -151,14 +151,18 @@ def predictions_table(findings: Findings) -> PageTable:
     """Return the table that compares the predictions of the rules with the tuned rates, in rate and loss."""
     rows = []
     for results in findings.groups:
-        for each in results.predictions:
+        for prediction in results.predictions:
             rates = (
-                bounded(each.rate, each.bound),
-                bounded(each.tuned, each.tuned_bound),
-                _after_bound(each.ratio, ".2f"),
+                bounded(prediction.rate, prediction.bound),
+                bounded(prediction.tuned, prediction.tuned_bound),
+                _after_bound(prediction.ratio, ".2f"),
             )
-            losses = _loss_text(each), bounded(each.tuned_loss, each.tuned_loss_bound), _after_bound(each.cost, "+.3g")
-            rows.append((results.group.title, each.rule, f"{each.batch:,}", *rates, *losses))
+            losses = (
+                _loss_text(prediction),
+                bounded(prediction.tuned_loss, prediction.tuned_loss_bound),
+                _after_bound(prediction.cost, "+.3g"),
+            )
+            rows.append((results.group.title, prediction.rule, f"{prediction.batch:,}", *rates, *losses))
     head = "trials, rule, batch, predicted rate, best rate, ratio, loss there, lowest loss, difference"
     empty = "A rule scales from one batch to another, but the study has only one batch."
     return _table(head, rows, text_columns=(0, 1), empty=empty)
@@ -209,23 +213,23 @@ def _trial_row(spec: StudySpec, record: TrialRecord) -> dict[str, object]:
     return {**trial_row(spec, record), "dollars": cost}
 
 
-def _seed_cells(point: RatePoint | None, each: AtBatch) -> tuple[str, ...]:
+def _seed_cells(point: RatePoint | None, tuned: AtBatch) -> tuple[str, ...]:
     if point is None:
         return (DASH,) * 5
-    best = bounded(each.optimum.rate, each.optimum.bound) if each.optimum else DASH
+    best = bounded(tuned.optimum.rate, tuned.optimum.bound) if tuned.optimum else DASH
     deviation = DASH if point.deviation is None else number(point.deviation, 2)
     return number(point.rate), f"{len(point.losses)}", number(point.loss), deviation, best
 
 
 def _verdict_cell(rule: RuleName, law: Law) -> Cell:
     """Return the verdict on a rule. "Not rejected" is evidence for a rule only if the same interval rejects another rule."""
-    judgement: str = next((each.judgement for each in law.verdicts if each.rule == rule), "not tested")
+    judgement: str = next((verdict.judgement for verdict in law.verdicts if verdict.rule == rule), "not tested")
     if judgement == "not rejected" and not law.tells_apart:
         return Cell("not distinguished", "v-not-tested")
     return Cell(judgement, f"v-{judgement.replace(' ', '-')}")
 
 
-def _loss_text(each: Prediction) -> str:
-    if each.at_rate.loss is not None:
-        return bounded(each.at_rate.loss, each.loss_bound)
-    return each.at_rate.outcome or (DASH if each.bound else "not trained")
+def _loss_text(prediction: Prediction) -> str:
+    if prediction.at_rate.loss is not None:
+        return bounded(prediction.at_rate.loss, prediction.loss_bound)
+    return prediction.at_rate.outcome or (DASH if prediction.bound else "not trained")

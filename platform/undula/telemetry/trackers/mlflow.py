@@ -85,10 +85,10 @@ class MlflowTracker:
         from mlflow.entities import Param
 
         client, experiment = self._client(), self._experiment_id()
-        found = client.search_runs([experiment], f"tags.`{RUN_TAG}` = '{run.id}'", max_results=1)
-        if found:
-            client.update_run(found[0].info.run_id, status="RUNNING")
-        record = found[0] if found else client.create_run(
+        runs = client.search_runs([experiment], f"tags.`{RUN_TAG}` = '{run.id}'", max_results=1)
+        if runs:
+            client.update_run(runs[0].info.run_id, status="RUNNING")
+        record = runs[0] if runs else client.create_run(
             experiment, start_time=_milliseconds(run.began), tags={RUN_TAG: run.id}, run_name=run.name
         )  # fmt: skip
         self._run_id = record.info.run_id
@@ -126,8 +126,8 @@ class MlflowTracker:
 
     def _experiment_id(self) -> Any:
         client = self._client()
-        found = client.get_experiment_by_name(self._experiment)
-        return found.experiment_id if found else client.create_experiment(self._experiment)
+        experiment = client.get_experiment_by_name(self._experiment)
+        return experiment.experiment_id if experiment else client.create_experiment(self._experiment)
 
 
 def _chunks(items: Sequence[T], size: int) -> Iterator[Sequence[T]]:
