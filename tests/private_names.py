@@ -74,7 +74,6 @@ ALLOWED: Mapping[str, Mapping[str, str]] = {
         "torch.distributed.distributed_c10d._abort_process_group": "elastic.ray.backend",
         "torch.distributed.distributed_c10d._world": "elastic.ray.actor parallel.collectives",
         "torch.nn.modules.batchnorm._BatchNorm": "parallel.batch_norm",
-        "torch.utils._config_module": "data.script.pickling",
         "torch.utils._python_dispatch": "parallel.selective",
         "torch.utils._pytree": "adapters.lightning.fit adapters.transformers.trainer parallel.precision parallel.recompute "
         "parallel.selective train.open_gradients",
@@ -115,7 +114,7 @@ A name is cut after its first private part, and an attribute of an object is lis
 are not listed, because that package has no other task."""
 DOCUMENTED = re.compile(r"os\._exit|sys\._getframe|_typeshed|_fields|_extra_state|(torch\.)?_foreach_\w+")
 """Names with an underscore that their libraries document."""
-NO_NAMES = {"_s", "_runtime", "_per_second", "_model_preparation_time", "_delta_log", "_timestamp"}
+NO_NAMES = {"_s", "_manifest.json", "_runtime", "_per_second", "_model_preparation_time", "_delta_log", "_timestamp"}
 """Texts in the source that are no names."""
 INTERNAL = re.compile(r"accelerate\.state\b|transformers\.trainer_(?!utils)|(utilities|core)\.[\w.]+:")
 """Modules of other libraries that are internal although their names have no underscore."""

@@ -66,7 +66,7 @@ def test_missing_data_of_both_kinds_are_named(text: str, tmp_path: Path) -> None
 
 def test_missing_data_is_named_with_the_fix(tmp_path: Path) -> None:
     sentence = refusal(tmp_path / "nothing", tmp_path)
-    assert f"command line: data.train: {tmp_path}/nothing/train has no manifest.json; create the data set" in sentence
+    assert f"command line: data.train: {tmp_path}/nothing/train has no _manifest.json; create the data set" in sentence
 
 
 def test_a_deleted_shard_is_named(own_text: Path, tmp_path: Path) -> None:
@@ -82,7 +82,7 @@ def test_a_truncated_shard_is_named(own_text: Path, tmp_path: Path) -> None:
 
 def test_a_manifest_of_another_schema_is_refused(own_text: Path, tmp_path: Path) -> None:
     assert "data.columns names 'label', which" in refusal(own_text, tmp_path, "data.columns=[label]")
-    manifest = own_text / "train" / "manifest.json"
+    manifest = own_text / "train" / "_manifest.json"
     body = json.loads(manifest.read_text())
     manifest.write_text(json.dumps({**body, "format": 99}))
     assert "has format 99, but this version of Undula reads format 1" in refusal(own_text, tmp_path)

@@ -119,8 +119,9 @@ def open_parquet(store: Store, name: str, columns: Sequence[str] | None) -> pa.R
 
 def open_csv(store: Store, name: str, columns: Sequence[str] | None) -> pa.RecordBatchReader:
     """Open a CSV file, which may be compressed."""
-    options = pyarrow.csv.ReadOptions(block_size=BLOCK_BYTES)
-    return pyarrow.csv.open_csv(store.filesystem.open_input_stream(store.path(name)), read_options=options)
+    options, quoted = pyarrow.csv.ReadOptions(block_size=BLOCK_BYTES), pyarrow.csv.ParseOptions(newlines_in_values=True)
+    file = store.filesystem.open_input_stream(store.path(name))
+    return pyarrow.csv.open_csv(file, read_options=options, parse_options=quoted)
 
 
 def open_json(store: Store, name: str, columns: Sequence[str] | None) -> pa.RecordBatchReader:

@@ -11,7 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from undula.data.prepare.listing import Listing, list_data
-from undula.data.stored.manifest import MANIFEST_NAME, Column, Manifest, ManifestFile, column_of
+from undula.data.stored.manifest import Column, Manifest, ManifestFile, column_of, write_manifest
 from undula.data.stored.shards import Shard, read_footer
 from undula.errors import ManifestError
 from undula.storage import Entry, Store, open_store
@@ -66,8 +66,8 @@ def index_files(listing: Listing, advance: Callable[[int], None], out: str | Non
         for footer in footers:
             if seen and (footer.columns != seen.columns or not footer.schema.equals(seen.schema)):
                 raise ManifestError(
-                    f"{store.url}/{footer.file.name} has another schema than {first}; "
-                    "write all files of a data set with one schema"
+                    f"{store.url}/{footer.file.name} has another schema than {first}: {_difference(footer, seen)}; write all "
+                    "files of a data set with one schema"
                 )
             seen = footer
             files.append(footer.file)
@@ -77,7 +77,7 @@ def index_files(listing: Listing, advance: Callable[[int], None], out: str | Non
     # A manifest elsewhere must not depend on the working directory, so it has the absolute path of the data.
     url = store.url if home == store or store.is_s3 else store.path()
     manifest = Manifest(url, tuple(files), seen.columns, store.anonymous)
-    home.write(MANIFEST_NAME, manifest.to_json(is_beside=home == store).encode())
+    write_manifest(home, manifest, is_beside=home == store)
     return manifest
 
 
@@ -88,6 +88,24 @@ class _Footer:
     file: ManifestFile
     schema: pa.Schema
     columns: tuple[Column, ...]
+
+
+def _difference(own: "_Footer", first: "_Footer") -> str:
+    """Return the first difference between the schema of a file and that of the first file."""
+    shapes, first_shapes = ({column.name: column.shape for column in footer.columns} for footer in (own, first))
+    for name in dict.fromkeys([*first.schema.names, *own.schema.names]):
+        if name not in own.schema.names:
+            return f"it has no column {name!r}"
+        if name not in first.schema.names:
+            return f"it also has a column {name!r}"
+        here, there = own.schema.field(name), first.schema.field(name)
+        if here.type != there.type:
+            return f"column {name!r} is {here.type} and not {there.type}"
+        if shapes[name] != first_shapes[name]:
+            return f"column {name!r} has the shape {list(shapes[name])} and not {list(first_shapes[name])}"
+        if here != there:
+            return f"column {name!r} may {'' if here.nullable else 'not '}be null"
+    return f"it has the columns in the order {', '.join(own.schema.names)}"
 
 
 def _footers(listing: Listing) -> Generator[_Footer, None, None]:

@@ -7,6 +7,8 @@ from undula.storage import Entry, Store
 
 HIDDEN = ("_", ".")
 """Prefixes of the names of files and folders that are not data. `pyarrow.dataset` and Spark skip them too."""
+PARQUET = (".parquet", ".parq", ".pq", ".parquet.gzip", ".parquet.gz", ".parquet.snappy", ".parquet.zst")
+"""Endings of the names of Parquet files, in any case. The last ones name the compression of the columns, as many use with pandas."""
 
 
 @dataclass(frozen=True)
@@ -28,11 +30,13 @@ def list_data(store: Store) -> Listing:
     """
     entries = store.list()
     refuse_tables(store.url, entries)
-    parquet = [entry for entry in entries if entry.name.endswith(".parquet")]
+    parquet = [entry for entry in entries if entry.name.lower().endswith(PARQUET)]
     files = tuple(entry for entry in parquet if not is_hidden(entry.name))
     if not files:
         hidden = f" except {len(parquet)} whose names, or those of their folders, begin with _ or ." if parquet else ""
-        raise ManifestError(f"{store.url} has no .parquet files to index{hidden}")
+        raise ManifestError(
+            f"{store.url} has no Parquet files to index{hidden}; their names end with {', '.join(PARQUET)}"
+        )
     return Listing(store, files, len(parquet) - len(files))
 
 

@@ -9,7 +9,7 @@ import pyarrow as pa
 
 from undula.data.prepare.convert import converted, target_schema
 from undula.data.prepare.formats import Opener, TableFiles, open_arrow, open_csv, open_json, open_parquet
-from undula.data.prepare.listing import is_hidden, refuse_tables
+from undula.data.prepare.listing import PARQUET, is_hidden, refuse_tables
 from undula.data.prepare.webdataset import samples_in_tables
 from undula.errors import ManifestError
 from undula.storage import Entry, Store, open_store
@@ -21,7 +21,7 @@ _INDICES = ("_indices_files", "_indices_data_files")
 
 _PACKED = ("", ".gz", ".bz2", ".zst")
 _ENDINGS = {
-    "Parquet": (".parquet",),
+    "Parquet": PARQUET,
     "Arrow": (".arrow",),
     "tar": (".tar", ".tar.gz", ".tgz", ".tar.bz2", ".tar.xz"),
     "CSV": tuple(f".csv{packed}" for packed in _PACKED),
@@ -112,7 +112,7 @@ def _data_files(url: str, store: Store, entries: list[Entry]) -> tuple[str, tupl
         return "Arrow", _saved_files(store, saved)
     files = {
         kind: tuple(
-            entry.name for entry in entries if entry.name.endswith(endings) and (entry.bytes or kind in _BINARY)
+            entry.name for entry in entries if entry.name.lower().endswith(endings) and (entry.bytes or kind in _BINARY)
         )
         for kind, endings in _ENDINGS.items()
     }

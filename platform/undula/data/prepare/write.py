@@ -14,7 +14,8 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from undula.data.prepare.index import index
-from undula.data.stored.manifest import MANIFEST_NAME, SHAPE_KEY, Manifest
+from undula.data.prepare.listing import PARQUET
+from undula.data.stored.manifest import FORMER_NAME, MANIFEST_NAME, SHAPE_KEY, Manifest
 from undula.errors import ManifestError, StorageError, UndulaError
 from undula.storage import Store
 
@@ -96,14 +97,15 @@ def clear(store: Store) -> None:
     Raises:
         ManifestError: The folder has other Parquet files.
     """
-    shards = [entry.name for entry in store.list() if entry.name.endswith(".parquet")]
+    shards = [entry.name for entry in store.list() if entry.name.lower().endswith(PARQUET)]
     for name in shards:
         if not _SHARD_NAME.fullmatch(name):
             raise ManifestError(
-                f"{store.url}/{name} would become part of the data set, which includes all .parquet files below its URL; "
+                f"{store.url}/{name} would become part of the data set, which includes all Parquet files below its URL; "
                 "choose another URL or move the file away"
             )
-    store.delete(MANIFEST_NAME)
+    for name in (MANIFEST_NAME, FORMER_NAME):
+        store.delete(name)
     for name in shards:
         store.delete(name)
 

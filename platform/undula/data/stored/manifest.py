@@ -17,10 +17,13 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from undula.errors import ManifestError
+from undula.errors import ManifestError, StorageError
 from undula.storage import Store, open_store
 
-MANIFEST_NAME = "manifest.json"
+MANIFEST_NAME = "_manifest.json"
+"""Name of the manifest beside the files. pandas, pyarrow, Polars and Spark read files whose names begin otherwise as data."""
+FORMER_NAME = "manifest.json"
+"""Name of the manifest in data sets that older versions have indexed."""
 FORMAT = 1
 ID_COLUMN = "__id"
 """Column that a read task adds: the sample's id, which is its row number in the data set."""
@@ -192,20 +195,33 @@ def load_manifest(url: str) -> Manifest:
         ManifestError: The manifest does not exist or cannot be read.
     """
     store = open_store(url)
-    if not store.exists(MANIFEST_NAME):
+    present = store.find([MANIFEST_NAME, FORMER_NAME])
+    name = next((name for name in (MANIFEST_NAME, FORMER_NAME) if name in present), None)
+    if name is None:
         raise ManifestError(
             f"{url} has no {MANIFEST_NAME}; create the data set with `undula data` or index it with `undula data index {url}`"
         )
-    return _parsed(url, store.url, store.read(MANIFEST_NAME))
+    return _parsed(url, store.url, name, store.read(name))
+
+
+def write_manifest(home: Store, manifest: Manifest, is_beside: bool) -> None:
+    """Write the manifest of a data set to a folder, in place of one that an older version has written there."""
+    home.write(MANIFEST_NAME, manifest.to_json(is_beside).encode())
+    try:
+        is_own = "row_groups" in json.loads(home.read(FORMER_NAME))["files"][0]
+    except (StorageError, ValueError, LookupError, TypeError):
+        return
+    if is_own:
+        home.delete(FORMER_NAME)
 
 
 @lru_cache(maxsize=8)  # a process loads its manifests several times, and a large one takes seconds
-def _parsed(url: str, store_url: str, content: bytes) -> Manifest:
+def _parsed(url: str, store_url: str, name: str, content: bytes) -> Manifest:
     try:
         body = json.loads(content)
         if body["format"] != FORMAT:
             raise ManifestError(
-                f"{url}/{MANIFEST_NAME} has format {body['format']}, but this version of Undula reads format {FORMAT}; "
+                f"{url}/{name} has format {body['format']}, but this version of Undula reads format {FORMAT}; "
                 f"run `undula data index {url}`"
             )
         data = body.get("data", {"url": store_url, "anonymous": False})
@@ -226,11 +242,9 @@ def _parsed(url: str, store_url: str, content: bytes) -> Manifest:
         )
         digest = body["digest"]
     except (ValueError, KeyError, TypeError) as error:
-        raise ManifestError(
-            f"{url}/{MANIFEST_NAME} is not a manifest ({error!r}); run `undula data index {url}`"
-        ) from error
+        raise ManifestError(f"{url}/{name} is not a manifest ({error!r}); run `undula data index {url}`") from error
     if manifest.digest != digest:
-        raise ManifestError(f"{url}/{MANIFEST_NAME} does not match its own digest; run `undula data index {url}`")
+        raise ManifestError(f"{url}/{name} does not match its own digest; run `undula data index {url}`")
     return manifest
 
 

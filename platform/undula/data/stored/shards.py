@@ -8,7 +8,7 @@ or the connection breaks.
 import mmap
 import threading
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache
@@ -199,13 +199,13 @@ def _chunks_of(footer: pq.FileMetaData) -> int:
 
 def _ranges(metadata: pq.FileMetaData, number: int, columns: Sequence[str]) -> list[tuple[int, int]]:
     """Return the byte ranges of a row group's column chunks; ranges with small gaps are joined."""
-    group = metadata.row_group(number)
+    group, wanted = metadata.row_group(number), set(columns)
     joined: list[tuple[int, int]] = []
     chunks = [group.column(place) for place in range(group.num_columns)]
     starts = [
         (min(filter(None, (chunk.dictionary_page_offset, chunk.data_page_offset))), chunk.total_compressed_size)
         for chunk in chunks
-        if any(chunk.path_in_schema == name or chunk.path_in_schema.startswith(f"{name}.") for name in columns)
+        if _is_below(chunk.path_in_schema, wanted)
     ]
     for start, size in sorted(starts):
         if joined and start - joined[-1][1] <= HOLE_BYTES:
@@ -213,6 +213,12 @@ def _ranges(metadata: pq.FileMetaData, number: int, columns: Sequence[str]) -> l
         else:
             joined.append((start, start + size))
     return joined
+
+
+def _is_below(path: str, columns: Set[str]) -> bool:
+    """Return whether a path in a schema is a column or lies in it. Names of columns may have dots themselves."""
+    ends = [*(place for place, sign in enumerate(path) if sign == "."), len(path)]
+    return any(path[:end] in columns for end in ends)
 
 
 def _fetch(shard: Shard, start: int, into: memoryview) -> None:

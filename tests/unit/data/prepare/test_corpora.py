@@ -251,10 +251,10 @@ def test_overwriting_never_leaves_a_new_data_set_beside_an_old_one(source: Path,
     manifests: list[str] = []
 
     def look(rows: int) -> None:
-        manifests.extend(entry.name for entry in open_store(out).list() if entry.name.endswith("manifest.json"))
+        manifests.extend(entry.name for entry in open_store(out).list() if entry.name.endswith("_manifest.json"))
 
     small(source).write(out, num_shards=1, advance=look)
-    assert set(manifests) == {"train/manifest.json"}  # once the training data is whole; never validation's
+    assert set(manifests) == {"train/_manifest.json"}  # once the training data is whole; never validation's
 
 
 def test_the_same_source_has_the_same_digest_anywhere(source: Path, tmp_path: Path, out: str) -> None:

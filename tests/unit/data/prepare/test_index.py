@@ -13,7 +13,7 @@ from undula.data.prepare import index as indexing
 from undula.data.prepare.index import index, index_files
 from undula.data.prepare.listing import list_data
 from undula.data.stored import shards
-from undula.data.stored.manifest import MANIFEST_NAME, load_manifest
+from undula.data.stored.manifest import FORMER_NAME, MANIFEST_NAME, load_manifest
 from undula.errors import ManifestError
 from undula.storage import Store, open_store
 
@@ -41,6 +41,31 @@ def test_hidden_files_are_no_data_as_for_pyarrow(store: Store) -> None:
     assert index(store.url).num_rows == 9
 
 
+def test_parquet_files_of_all_usual_names_are_data(folder: Store) -> None:
+    for name in ("a.parquet", "b.PARQUET", "c.parq", "d.pq", "e.parquet.gzip", "f.snappy.parquet"):
+        folder.write(name, parquet())
+    assert index(folder.url).num_rows == 18
+
+
+def test_other_readers_can_read_a_data_set(folder: Store) -> None:
+    folder.write("a.parquet", parquet())
+    index(folder.url)
+    assert pyarrow.dataset.dataset(folder.path()).count_rows() == 3
+
+
+def test_a_manifest_of_the_former_name_is_read_and_replaced_and_that_of_another_tool_is_kept(folder: Store) -> None:
+    folder.write("a.parquet", parquet())
+    manifest = index(folder.url)
+    folder.write(FORMER_NAME, folder.read(MANIFEST_NAME))
+    folder.delete(MANIFEST_NAME)
+    assert load_manifest(folder.url) == manifest
+    index(folder.url)
+    assert [entry.name for entry in folder.list()] == [MANIFEST_NAME, "a.parquet"]
+    folder.write(FORMER_NAME, b'{"files": ["a.parquet"]}')
+    index(folder.url)
+    assert folder.exists(FORMER_NAME)
+
+
 def test_the_url_itself_may_be_hidden(tmp_path: Path) -> None:
     store = open_store(str(tmp_path / ".cache" / "_data"))
     store.write("a.parquet", parquet())
@@ -49,7 +74,27 @@ def test_the_url_itself_may_be_hidden(tmp_path: Path) -> None:
 
 def test_a_folder_with_hidden_files_alone_is_refused(folder: Store) -> None:
     folder.write("_temporary/a.parquet", parquet())
-    with pytest.raises(ManifestError, match=r"has no .parquet files to index except 1 whose names, or those"):
+    with pytest.raises(ManifestError, match=r"has no Parquet files to index except 1 whose names, or those"):
+        index(folder.url)
+
+
+@pytest.mark.parametrize(
+    ("columns", "difference"),
+    [
+        ({"x": pa.array([1])}, "it has no column 'y'"),
+        ({"x": pa.array([1]), "y": pa.array([1.0]), "z": pa.array([1])}, "it also has a column 'z'"),
+        ({"x": pa.array([1.0]), "y": pa.array([1.0])}, "column 'x' is double and not int64"),
+        ({"y": pa.array([1.0]), "x": pa.array([1])}, "it has the columns in the order y, x"),
+    ],
+)
+def test_a_file_with_another_schema_is_refused_with_the_first_difference(
+    folder: Store, columns: dict[str, pa.Array], difference: str
+) -> None:
+    for name, table in (("a", {"x": pa.array([1]), "y": pa.array([1.0])}), ("b", columns)):
+        sink = pa.BufferOutputStream()
+        pq.write_table(pa.table(table), sink)
+        folder.write(f"{name}.parquet", sink.getvalue().to_pybytes())
+    with pytest.raises(ManifestError, match=rf"/b.parquet has another schema than a.parquet: {difference}; write all"):
         index(folder.url)
 
 

@@ -1,5 +1,6 @@
 """Tests of which files of a source are data: nothing is mixed, doubled or dropped silently, and odd files are refused by name."""
 
+import csv
 import gzip
 import json
 from collections.abc import Callable
@@ -213,6 +214,19 @@ def test_compressed_text_is_read(tmp_path: Path, ending: str) -> None:
     (tmp_path / f"a.{ending}").write_bytes(gzip.compress(text.encode()))
     (tmp_path / f"empty.{ending.removesuffix('.gz')}").touch()  # as Spark writes them for empty partitions
     assert rows(tmp_path) == [{"n": 1, "word": "one"}]
+
+
+@pytest.mark.parametrize("columns", [["text"], ["text", "n"]])
+def test_values_of_a_csv_file_may_have_line_breaks_wherever_a_block_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, columns: list[str]
+) -> None:
+    monkeypatch.setattr(formats, "BLOCK_BYTES", 512)
+    written = [{"text": "\n".join(["a word, and more"] * (row % 9 + 1)), "n": row} for row in range(200)]
+    with (tmp_path / "a.csv").open("w", newline="") as file:
+        writer = csv.DictWriter(file, columns, extrasaction="ignore")
+        writer.writeheader()
+        writer.writerows(written)
+    assert rows(tmp_path) == [{name: row[name] for name in columns} for row in written]
 
 
 def test_a_single_file_of_each_format_is_a_source(tmp_path: Path) -> None:

@@ -187,13 +187,13 @@ def test_an_invalid_manifest_is_refused(
 
 
 def test_a_missing_manifest_is_reported_with_the_fix(store: Store) -> None:
-    with pytest.raises(ManifestError, match=f"^{store.url} has no manifest.json; .*`undula data index {store.url}`$"):
+    with pytest.raises(ManifestError, match=f"^{store.url} has no _manifest.json; .*`undula data index {store.url}`$"):
         load_manifest(store.url)
 
 
 def test_folder_without_parquet_is_refused(store: Store) -> None:
     store.write("notes.txt", b"")
-    with pytest.raises(ManifestError, match=f"^{store.url} has no .parquet files"):
+    with pytest.raises(ManifestError, match=f"^{store.url} has no Parquet files"):
         index(store.url)
 
 
