@@ -39,6 +39,7 @@ class RankBatches:
         self._loader = loader
         self._sizes: list[int] = []
         """Number of samples of each rank in the current round; 0 for a rank without a batch."""
+        self._round = 0
 
     def __len__(self) -> int:
         """Return the number of rounds."""
@@ -52,6 +53,7 @@ class RankBatches:
         """Yield a batch of this rank in each round. All ranks iterate together."""
         rank, size = self._run.rank, self._run.world_size
         rounds = [range(number * size, (number + 1) * size) for number in range(len(self))]
+        self._round = 0
         try:
             requests = (self._request(self._batch_of(numbers[rank])) for numbers in rounds)
             self._loader.begin(Items(self.dataset, self._collate), requests)
@@ -61,8 +63,10 @@ class RankBatches:
                 self._sizes = [self._size(number) for number in numbers]
                 seed_validation(self._run.plan.spec.seed, 0, 0, self._batch_of(numbers[rank]))
                 yield batch
+                self._round += 1
         finally:
             self._sizes = []
+            self._seed_alike()  # what is computed next, such as bootstrapped metrics, is the same on all ranks
             self._loader.free()
 
     def gathered(self, value: Any) -> list[tuple[Any, int]]:
@@ -70,7 +74,13 @@ class RankBatches:
 
         All ranks call this. Tensors are in host memory.
         """
-        return [(part, size) for part, size in zip(self._run.gather(value), self._sizes, strict=True) if size]
+        parts = self._run.gather(value)
+        self._seed_alike()
+        return [(part, size) for part, size in zip(parts, self._sizes, strict=True) if size]
+
+    def _seed_alike(self) -> None:
+        """Seed the random numbers equally on all ranks, which have drawn those of their own batches."""
+        seed_validation(self._run.plan.spec.seed, 0, 1, self._round)
 
     def _batch_of(self, number: int) -> int:
         """Return the number of the batch that a rank evaluates, which is another one's in a round without a batch for it."""

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import ray
 
-from undula.data.script.pickling import pickle_torch_settings_by_name
+from undula.data.script.pickling import pickle_modules_by_name
 from undula.elastic.ray import private_environment
 from undula.elastic.ray.ray_logging import stop_error_messages
 from undula.errors import ClusterError, one_line
@@ -38,6 +38,11 @@ def connected() -> Iterator[None]:
     was_connected = ray.is_initialized()
     if not was_connected:
         address = os.environ.get("RAY_ADDRESS", "")
+        if address.startswith("ray://"):
+            raise ClusterError(
+                f"RAY_ADDRESS is {address}, the address of Ray Client, through which a run cannot train; submit the job with `undula run "
+                "--address http://HOST:8265`, or set RAY_ADDRESS to HOST:6379 on a node of the cluster"
+            )
         try:
             if re.fullmatch(r"[^/]+:\d+", address):  # Ray's own attempts would take a minute
                 socket.create_connection(address.rsplit(":", 1), timeout=CONNECT_TIMEOUT_S).close()  # type: ignore[arg-type]
@@ -71,7 +76,7 @@ def private_environment_of_job() -> Iterator[None]:
 
 def prepare_to_pickle_the_script() -> None:
     """Send the modules in the script's folder to the workers with the train function, because a worker may not have that folder."""
-    pickle_torch_settings_by_name()
+    pickle_modules_by_name()
     folder = str(Path(sys.argv[0]).resolve().parent)
     real = cache(os.path.realpath)  # cached, because thousands of modules share few folders
     for name, module in list(sys.modules.items()):

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from undula.data.nested import tensors_of, with_tensors
+from undula.data.nested import moved, tensors_of, with_tensors
 from undula.data.reader import SampleReader
 from undula.parallel.device_clock import Mark, mark_on
 from undula.plan.keys import Ids
@@ -85,7 +85,10 @@ class DeviceBatches:
             for tensor in tensors_of(begun.batch):
                 tensor.record_stream(current)  # keeps the memory from being reused before the kernels have read it
             after = mark_on(self._device)
-        return PlacedSamples(begun.ids, begun.batch, begun.data_s, (before, after))
+        # What moves itself does so on the stream of the kernels, because its tensors are not known.
+        return PlacedSamples(
+            begun.ids, moved(begun.batch, self._device) if begun.copied else begun.batch, begun.data_s, (before, after)
+        )
 
     def _begin(self, micro_batch: MicroBatch) -> _Copying:
         began, size = time.perf_counter(), micro_batch.samples

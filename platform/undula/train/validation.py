@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from undula.data.nested import with_tensors
+from undula.data.nested import moved
 from undula.errors import UsageError
 from undula.parallel.collectives import any_rank, begun_collectives, require_begun_collectives
 from undula.parallel.random_state import kept_random_state
@@ -138,7 +138,7 @@ class Validation:
         self._worker.enter(SHARDED_VALIDATE if self._equal_rounds else VALIDATE)
         self._model.baseline.put_back_buffers()
         device, begun = self._layout.device, begun_collectives()
-        means = self._means_of(with_tensors(batch, lambda tensor: tensor.to(device)))
+        means = self._means_of(moved(batch, device))
         if not self._equal_rounds:
             require_begun_collectives(
                 begun,

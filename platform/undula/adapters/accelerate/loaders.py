@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, SequentialSampler
 from undula.adapters.evaluation import RankBatches, kept_loader
 from undula.adapters.loaders import check_loader, drops_last, plan_settings
 from undula.config.yaml_file import Setting
-from undula.data.nested import tensors_of, with_tensors
+from undula.data.nested import moved, tensors_of, with_tensors
 from undula.data.script.loader_processes import Loader
 from undula.errors import UsageError
 from undula.train.run import Run
@@ -134,7 +134,7 @@ class EvaluationLoader(PreparedLoader):
         self._current.append(self)
         try:
             for batch in self.batches:
-                yield with_tensors(batch, lambda tensor: tensor.to(run.device))
+                yield moved(batch, run.device)
         finally:
             self._current.remove(self)
             self.batches = None

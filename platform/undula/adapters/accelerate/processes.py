@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from undula.adapters.accelerate.loaders import EvaluationLoader, merged
 from undula.adapters.accelerate.steps import Steps
 from undula.adapters.script import Place
-from undula.data.nested import with_tensors
+from undula.data.nested import moved, with_tensors
 from undula.errors import UsageError
 from undula.train.run import Run
 
@@ -41,6 +41,14 @@ class Processes:
         return self.process_index == 0
 
     is_local_main_process = is_main_process
+
+    @property
+    def distributed_type(self) -> Any:
+        """Kind of processes that the script sees, of Accelerate's DistributedType."""
+        from accelerate.utils import DistributedType
+
+        kind = DistributedType.MULTI_GPU if self.device.type == "cuda" else DistributedType.MULTI_CPU
+        return kind if self.num_processes > 1 else DistributedType.NO
 
     def gather(self, tensor: Any) -> Any:
         """Return the tensors of all ranks as one, along their first dimension. All ranks call this between two steps.
@@ -155,7 +163,7 @@ class Processes:
         partial.replace(file)
 
     def _on_device(self, value: Any) -> Any:
-        return with_tensors(value, lambda tensor: tensor.to(self.device))
+        return moved(value, self.device)
 
     def _begun(self, call: str) -> Steps:
         if self._steps is None:
