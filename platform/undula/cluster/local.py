@@ -27,6 +27,9 @@ START_TIMEOUT_S = 180.0
 STOP_TIMEOUT_S = 3.0  # a raylet with detached actors would wait far longer, for no benefit
 PORTS = range(20_000, 32_768)
 """Ports for processes of a cluster. Ray gives its workers lower ones, and Linux gives higher ones to outgoing connections."""
+MOST_BASE = 20
+"""Maximum length of the path of the folder for temporary files. The path of a socket has at most 107 bytes, of which 85 are added to it."""
+PROXIES = ("http_proxy", "HTTP_PROXY", "https_proxy", "HTTPS_PROXY", "all_proxy", "ALL_PROXY")
 _PR_SET_PDEATHSIG = 1
 
 
@@ -68,7 +71,7 @@ def local_cluster(
     Raises:
         ClusterError: The cluster did not start.
     """
-    folder = Path(tempfile.mkdtemp(prefix="undula-ray-"))  # a short path, because Ray puts sockets below it
+    folder = _short_folder()
     token = folder / "token"
     token.touch(mode=0o600)
     token.write_text(secrets.token_hex(32))
@@ -82,7 +85,10 @@ def local_cluster(
         "MIMALLOC_PURGE_DELAY": "10000",
         "RAY_prestart_worker_first_driver": "0",  # prestarted processes do not have a job's runtime environment
     }
+    ask_this_machine_directly()
     environment = {**os.environ, **auth, **settings, **(env or {})}
+    if folder.parent != Path(tempfile.gettempdir()):
+        environment["TMPDIR"] = str(folder)  # Ray's processes put sockets there, too
     environment["PATH"] = f"{bin_folder}{os.pathsep}{environment.get('PATH', '')}"  # jobs run `python`
     for name in ("RAY_ADDRESS", "RAY_API_SERVER_ADDRESS"):
         environment.pop(name, None)
@@ -91,6 +97,7 @@ def local_cluster(
         log = stack.enter_context((folder / "start.log").open("w+"))
         process = subprocess.Popen(
             command,
+            cwd=folder,  # Python would import modules of the working directory in place of its own, such as string.py
             env=environment,
             stdout=log,
             stderr=log,
@@ -104,6 +111,22 @@ def local_cluster(
         cluster = LocalCluster(f"127.0.0.1:{gcs}", url, auth, psutil.Process(process.pid), python, folder)
         _await_jobs(cluster, folder / "start.log")
         yield cluster
+
+
+def _short_folder() -> Path:
+    """Make a new folder for temporary files whose path is short enough for Ray, which puts sockets below it.
+
+    Raises:
+        ClusterError: There is no place for it.
+    """
+    base = tempfile.gettempdir()
+    try:
+        return Path(tempfile.mkdtemp(prefix="undula-ray-", dir=base if len(os.fsencode(base)) <= MOST_BASE else "/tmp"))
+    except OSError as error:
+        raise ClusterError(
+            f"a local Ray cluster needs a folder with a path of at most {MOST_BASE} characters, because Ray puts sockets below it, but "
+            f"/tmp cannot be used: {error.strerror}; set TMPDIR to such a folder"
+        ) from error
 
 
 def _ray_start(
@@ -129,8 +152,17 @@ def _ray_start(
 
 def cluster_at_hand() -> str | None:
     """Return the job API's URL of the cluster that RAY_API_SERVER_ADDRESS names or that runs on this machine; None if there is none."""
+    ask_this_machine_directly()
     named = os.environ.get("RAY_API_SERVER_ADDRESS")
     return named or (DEFAULT_DASHBOARD if job_api_answers(DEFAULT_DASHBOARD) else None)
+
+
+def ask_this_machine_directly() -> None:
+    """Let this process and those that it starts ask no proxy for servers of this machine."""
+    if any(os.environ.get(proxy) for proxy in PROXIES):
+        given = os.environ.get("no_proxy") or os.environ.get("NO_PROXY") or ""
+        hosts = dict.fromkeys([*(host for host in given.split(",") if host), "127.0.0.1", "localhost"])
+        os.environ["no_proxy"] = os.environ["NO_PROXY"] = "*" if given == "*" else ",".join(hosts)
 
 
 def job_api_answers(dashboard: str) -> bool:

@@ -196,16 +196,23 @@ def source_here(firmware: Path = Path("/sys/class/dmi/id/sys_vendor"), with_reba
     Raises:
         ClusterError: The machine does not belong to a supported cloud.
     """
-    try:
-        vendor = firmware.read_text().strip()
-    except OSError:
-        vendor = "unknown"
+    vendor = _firmware(firmware) or "unknown"
+    if vendor == "Xen" and "amazon" in _firmware(firmware.with_name("bios_version")):
+        vendor = "Amazon EC2"  # an instance type of before 2018, such as p3
     if vendor not in VENDORS:
         raise ClusterError(
             f"this machine does not belong to a supported cloud (its vendor is {vendor}); set --source to one of {', '.join(SOURCES)} or "
             "file:PATH"
         )
     return Aws(with_rebalance=with_rebalance) if VENDORS[vendor] == "aws" else SOURCES[VENDORS[vendor]]()
+
+
+def _firmware(file: Path) -> str:
+    """Return what the firmware says in a file; empty if it says nothing."""
+    try:
+        return file.read_text().strip()
+    except OSError:
+        return ""
 
 
 def source_named(name: str | None, url: str | None = None, with_rebalance: bool = False) -> Source:

@@ -94,7 +94,7 @@ def _read_yaml(file: Path, what: str, keys: str) -> tuple[dict[str, Any], dict[s
     try:
         text = file.read_text(encoding="utf-8")
         root = yaml.compose(text, Loader=_Yaml12Loader)
-        tree = yaml.load(text, Loader=_Yaml12Loader)
+        tree = _without_aliases(yaml.load(text, Loader=_Yaml12Loader))
     except OSError as error:
         raise SpecError(f"cannot read {file}: {error.strerror}") from error
     except UnicodeDecodeError as error:
@@ -102,16 +102,26 @@ def _read_yaml(file: Path, what: str, keys: str) -> tuple[dict[str, Any], dict[s
     except yaml.YAMLError as error:
         reason = f": {one_line(error)}" if _is_named_as_yaml(file) else f"; {_fix_of_other_file(file, what)}"
         raise SpecError(f"{file} is not YAML{reason}") from error
+    except RecursionError:
+        raise SpecError(f"{file} has an anchor that contains itself, or is nested too deeply; remove that") from None
+    except ValueError as error:  # a date that does not exist, or a number with thousands of digits
+        raise SpecError(
+            f"{file} has a value that is neither a date nor a number, but looks like one: {error}; quote it"
+        ) from None
     if tree is None:
         raise SpecError(f"{file} is empty: {what} is a mapping with the keys {keys}, ...")
     if not isinstance(tree, dict) or not isinstance(root, yaml.MappingNode):
         if not _is_named_as_yaml(file):
             raise SpecError(f"{file} is not YAML; {_fix_of_other_file(file, what)}")
         raise SpecError(f"{file} holds {type(tree).__name__}: {what} is a mapping with the keys {keys}, ...")
-    try:
-        return tree, dict(_origins(root, file, ""))
-    except RecursionError:
-        raise SpecError(f"{file} has an anchor that contains itself; remove the cycle") from None
+    return tree, dict(_origins(root, file, ""))
+
+
+def _without_aliases(node: Any) -> Any:
+    """Return a copy in which what an alias repeats is there several times, so that an override changes one of them."""
+    if isinstance(node, dict):
+        return {key: _without_aliases(value) for key, value in node.items()}
+    return [_without_aliases(value) for value in node] if isinstance(node, list) else node
 
 
 def _is_named_as_yaml(file: Path) -> bool:
@@ -142,13 +152,17 @@ def _origins(node: yaml.MappingNode, file: Path, prefix: str) -> list[tuple[str,
 def _apply_override(tree: dict[str, Any], origins: dict[str, str], override: str, origin: str) -> None:
     """Set the value of an override in the tree, and record its origin."""
     key, equals, text = override.partition("=")
-    if not equals or not re.fullmatch(r"\w+(\.\w+)*", key):
+    if not equals or not re.fullmatch(r"\w[\w-]*(\.\w[\w-]*)*", key):
         shown = f"{key}=..." if has_secret(override) else override
         raise SpecError(f"{origin}: {shown!r} is not an override; write key.sub=value")
     try:
         value = yaml.load(text, Loader=_Yaml12Loader)
-    except yaml.YAMLError:
+    except (yaml.YAMLError, RecursionError):
         raise SpecError(f"{origin}: the value of {key} is not YAML: {_shown(key, text)!r}") from None
+    except ValueError as error:
+        raise SpecError(
+            f"{origin}: the value of {key} is neither a date nor a number, but looks like one: {error}; quote it"
+        ) from None
     *parents, leaf = key.split(".")
     branch = tree
     for depth, parent in enumerate(parents):
@@ -227,16 +241,16 @@ def refuse_unknown_keys(
             close = difflib.get_close_matches(str(key), known, n=1, cutoff=0.5)
             usual = f"did you mean {close[0]}?" if close else f"known keys: {', '.join(sorted(known))}"
             raise SpecError(f"{where(here)}: unknown key {'.'.join(here)}: {fix('.'.join(here)) or usual}")
-        for part in _dataclasses_in(known[key]):
+        for part in dataclasses_in(known[key]):
             for item in value if isinstance(value, list) else [value]:
                 refuse_unknown_keys(item, part, here, where, fix)
 
 
-def _dataclasses_in(annotation: Any) -> list[Any]:
+def dataclasses_in(annotation: Any) -> list[Any]:
     """Return the dataclasses in an annotation: `Layer | None` and `tuple[Layer, ...]` contain Layer."""
     if dataclasses.is_dataclass(annotation):
         return [annotation]
-    return [dataclass for part in typing.get_args(annotation) for dataclass in _dataclasses_in(part)]
+    return [dataclass for part in typing.get_args(annotation) for dataclass in dataclasses_in(part)]
 
 
 def validated(owner: Any, tree: Any, path: tuple[str, ...], where: Where) -> Any:

@@ -1,5 +1,6 @@
 """The run directory: the names of its files, its lock, and the deletion of a run."""
 
+import errno
 import json
 import os
 import secrets
@@ -26,6 +27,8 @@ RAY = "ray"
 """Folder of Ray Train's own files."""
 REPORT = "report.html"
 _LOCK = ".lock"
+_WITHOUT_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EBADF)
+"""Errors of file systems without locks. NFS, which turns them into locks of ranges, refuses one of a file that is open for reading."""
 
 
 def job_record(store: Store) -> dict[str, Any]:
@@ -48,10 +51,11 @@ def identity(record: Mapping[str, Any]) -> dict[str, Any]:
 def held(store: Store) -> Iterator[None]:
     """Lock a local run directory for this block, so that a job on another cluster of this machine cannot train in it.
 
-    S3 has no such lock. There, jobs of the same cluster are kept apart, and a job on another cluster takes over the run.
+    S3 and some file systems have no such lock. There, jobs of the same cluster are kept apart, and a job on another cluster takes over the
+    run.
 
     Raises:
-        RunError: Another job holds the lock.
+        RunError: Another job holds the lock, or this user may not read the lock of another user.
     """
     if store.is_s3 or sys.platform == "win32":
         yield
@@ -60,16 +64,31 @@ def held(store: Store) -> Iterator[None]:
 
     file = Path(store.path(_LOCK))
     file.parent.mkdir(parents=True, exist_ok=True)
-    descriptor = os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    descriptor = _opened_lock(file)
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        os.close(descriptor)
-        raise RunError(f"another job is training in {store.url}; wait for it, stop it, or set another name") from None
-    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise RunError(
+                f"another job is training in {store.url}; wait for it, stop it, or set another name"
+            ) from None
+        except OSError as error:
+            if error.errno not in _WITHOUT_LOCKS:
+                raise
         yield
     finally:
         os.close(descriptor)
+
+
+def _opened_lock(file: Path) -> int:
+    """Open a lock, which may be another user's. To read it is enough to hold it."""
+    try:
+        try:
+            return os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        except PermissionError:
+            return os.open(file, os.O_RDONLY | os.O_CLOEXEC)
+    except PermissionError:
+        raise RunError(f"{file} belongs to another user and is not readable; set another name, or delete it") from None
 
 
 def require_newest_submission(store: Store, submission: str) -> None:

@@ -4,6 +4,8 @@ The standard requires quotes, and some servers refuse the request without them. 
 few know no conditions at all. Which form a server takes shows when it refuses one for an object that has the ETag.
 """
 
+import hashlib
+from collections.abc import Sequence
 from typing import Literal, TypeAlias
 
 Form: TypeAlias = Literal["quoted", "bare", "none"]
@@ -20,6 +22,15 @@ def bare(etag: str) -> str:
 def is_same(one: str, other: str) -> bool:
     """Whether two ETags are the same, whatever their quotes and their case are."""
     return bare(one).casefold() == bare(other).casefold()
+
+
+def etag_of_parts(etags: Sequence[str]) -> str | None:
+    """Return the ETag of an object that was sent in parts, given theirs in order; None if these are no MD5 digests, as with KMS."""
+    try:
+        digests = b"".join(bytes.fromhex(bare(etag)) for etag in etags)
+    except ValueError:
+        return None
+    return f"{hashlib.md5(digests, usedforsecurity=False).hexdigest()}-{len(etags)}"
 
 
 def form_for(endpoint: str) -> Form:

@@ -50,7 +50,10 @@ def replace_file(path: Path, buffers: Sequence[bytes | memoryview]) -> None:
 
 
 def files_below(
-    folder: Path, name: str = "", above: frozenset[tuple[int, int]] = frozenset()
+    folder: Path,
+    name: str = "",
+    above: frozenset[tuple[int, int]] = frozenset(),
+    unreadable: list[str] | None = None,
 ) -> Iterator[tuple[str, os.stat_result]]:
     """Yield the name and the state of each whole file below a folder. Files and folders may disappear meanwhile.
 
@@ -60,6 +63,7 @@ def files_below(
         folder: Path of the folder.
         name: Name of the folder, which the names of its files begin with.
         above: Device and inode of each folder above this one.
+        unreadable: List to which the names of inner folders that are not readable are added; None to raise an exception.
     """
     try:
         state = folder.stat()
@@ -68,13 +72,16 @@ def files_below(
     except (FileNotFoundError, NotADirectoryError):
         return
     except PermissionError as error:
+        if name and unreadable is not None:
+            unreadable.append(name)
+            return
         raise PermissionError(f"{folder} is not readable") from error
     if (state.st_dev, state.st_ino) in above:
         return
     for entry in entries:
         inner = f"{name}/{entry.name}" if name else entry.name
         if entry.is_dir():
-            yield from files_below(folder / entry.name, inner, above | {(state.st_dev, state.st_ino)})
+            yield from files_below(folder / entry.name, inner, above | {(state.st_dev, state.st_ino)}, unreadable)
         elif not entry.name.endswith(".partial") and (state_of := file_state(folder / entry.name)):
             yield inner, state_of
 

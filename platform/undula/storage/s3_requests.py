@@ -12,7 +12,7 @@ from functools import cache
 from typing import Any, TypeAlias, TypeVar
 
 from undula.errors import StorageError
-from undula.storage.etags import condition, form_for, is_same, refused
+from undula.storage.etags import condition, etag_of_parts, form_for, is_same, refused
 from undula.storage.named_errors import ChangedError, MissingError
 from undula.storage.retries import retried, status_of
 from undula.storage.s3 import s3_client
@@ -241,10 +241,23 @@ class Upload:
             with suppress(Exception):  # the first exception says more
                 self._bucket._send("abort_multipart_upload", Key=self._key, UploadId=self._id)
             return
+        from botocore.exceptions import ClientError
+
         parts = [{"PartNumber": number, "ETag": etag} for number, etag in sorted(self._etags.items())]
-        self._bucket._send(
-            "complete_multipart_upload", Key=self._key, UploadId=self._id, MultipartUpload={"Parts": parts}
-        )
+        try:
+            self._bucket._send(
+                "complete_multipart_upload", Key=self._key, UploadId=self._id, MultipartUpload={"Parts": parts}
+            )
+        except ClientError as error:
+            # The request was sent again because its answer was lost. S3 answers as before, and other stores have forgotten the upload.
+            if status_of(error) != _MISSING or not self._is_stored():
+                raise
+
+    def _is_stored(self) -> bool:
+        """Return whether the object is there, by the ETag that follows from those of its parts."""
+        stored = self._bucket.head(self._key)
+        expected = etag_of_parts([etag for _, etag in sorted(self._etags.items())])
+        return stored is not None and expected is not None and is_same(stored.etag, expected)
 
 
 def split_path(path: str, anonymous: bool = False) -> tuple[Bucket, str]:

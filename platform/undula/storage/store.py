@@ -1,5 +1,6 @@
 """Files below a URL, on a disk or on S3."""
 
+import builtins
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -134,10 +135,15 @@ class Store:
             bucket, key = self.on_s3(name)
             return bool(key and bucket.head(key)) or bucket.has_any(f"{key}/" if key else "")
 
-    def list(self, prefix: str = "") -> list[Entry]:
-        """List all files below the folder `prefix`, sorted by name. The list is empty if the folder does not exist."""
+    def list(self, prefix: str = "", unreadable: "builtins.list[str] | None" = None) -> list[Entry]:
+        """List all files below the folder `prefix`, sorted by name. The list is empty if the folder does not exist.
+
+        Args:
+            prefix: Name of the folder.
+            unreadable: List to which the names of folders that are not readable are added; None to fail at the first one.
+        """
         with named_errors("list", self._url_of(prefix)):
-            entries = self._list_s3(prefix) if self.is_s3 else self._list_local(prefix)
+            entries = self._list_s3(prefix) if self.is_s3 else self._list_local(prefix, unreadable)
             return sorted(entries, key=lambda entry: entry.name)
 
     def find(self, names: Sequence[str]) -> dict[str, Entry]:
@@ -177,8 +183,8 @@ class Store:
     def _url_of(self, name: str) -> str:
         return f"{self.url}/{name}" if name else self.url
 
-    def _list_local(self, prefix: str) -> Iterator[Entry]:
-        for name, state in files_below(Path(self.path(prefix)), prefix):
+    def _list_local(self, prefix: str, unreadable: "builtins.list[str] | None") -> Iterator[Entry]:
+        for name, state in files_below(Path(self.path(prefix)), prefix, unreadable=unreadable):
             yield _local_entry(name, state)
 
     def _list_s3(self, prefix: str, is_flat: bool = False) -> Iterator[Entry]:
@@ -203,6 +209,8 @@ def open_store(url: str, anonymous: bool = False) -> Store:
     Raises:
         StorageError: The scheme is not supported, or credentials are missing.
     """
+    if url.startswith("s3:") and not url.startswith("s3://"):
+        raise StorageError(f"{url!r} is neither a path nor a URL; write s3://{url.removeprefix('s3:').lstrip('/')}")
     scheme = url.partition("://")[0] if "://" in url else ""
     if scheme not in ("", "s3"):
         raise StorageError(f"{url!r} has the scheme {scheme!r}, which is not supported; use a path or an s3:// URL")

@@ -141,6 +141,11 @@ def test_the_cloud_is_detected_from_the_firmware(tmp_path: Path) -> None:
     vendor = tmp_path / "sys_vendor"
     vendor.write_text("Amazon EC2\n")
     assert isinstance(source_here(vendor), Aws)
+    vendor.write_text("Xen\n")
+    with pytest.raises(ClusterError, match="vendor is Xen"):
+        source_here(vendor)
+    vendor.with_name("bios_version").write_text("4.11.amazon\n")
+    assert isinstance(source_here(vendor), Aws)
     vendor.write_text("QEMU\n")
     with pytest.raises(ClusterError, match=r"vendor is QEMU.*--source to one of aws, gcp, azure or file:PATH"):
         source_here(vendor)

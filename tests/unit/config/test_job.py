@@ -111,6 +111,15 @@ def test_overrides_win_over_the_file_and_later_ones_over_earlier(load: Load) -> 
     assert (spec.plan.seed, spec.plan.epochs, spec.data.columns, spec.name) == (3, 2, ("text", "label"), "other")
 
 
+def test_an_override_of_what_an_alias_repeats_changes_one_place(load: Load) -> None:
+    config = load("config:\n  encoder: &b {width: 64}\n  decoder: *b\n", "config.encoder.width=128").config
+    assert (config.encoder.width, config.decoder.width) == (128, 64)
+
+
+def test_a_key_with_a_dash_can_be_overridden(load: Load) -> None:
+    assert load("config: {my-key: 1}\n", "config.my-key=2").config["my-key"] == 2
+
+
 def test_override_may_hold_an_equals_sign(load: Load) -> None:
     assert load("", "config.query=a=b").config.query == "a=b"
 
@@ -211,6 +220,7 @@ def test_printed_spec_loads_as_the_same_spec(load: Load, file: Path) -> None:
         ("", ("plan..seed=1",), "command line: 'plan..seed=1' is not an override; write key.sub=value"),
         ("", ("--fresh",), "command line: '--fresh' is not an override; write key.sub=value"),
         ("", ("plan.seed=[",), "command line: the value of plan.seed is not YAML: '['"),
+        ("", ("config.day=2024-13-45",), "command line: the value of config.day is neither a date nor a number, but looks like one: "),
         ("", ("name.first=1",), "command line: name.first cannot be set: name is 'job'"),
     ],
 )  # fmt: skip
@@ -360,7 +370,19 @@ class Nested:
         ("config: {many: [2024-01-01]}", "config.many is not text, a number, a list or a mapping; quote it"),
         ("config: {2024-01-01: 1}", "unknown key config.2024-01-01: known keys: many, one"),
         ("config: {a: 1, a: 2}", "job.yaml:3: config.a is given twice; keep one"),
-        ("config: &a {b: *a}", "has an anchor that contains itself; remove the cycle"),
+        ("config: &a {b: *a}", "has an anchor that contains itself, or is nested too deeply; remove that"),
+        (
+            f"config: {'[' * 3000}{']' * 3000}",
+            "has an anchor that contains itself, or is nested too deeply; remove that",
+        ),
+        (
+            "config: {day: 2024-02-30}",
+            "has a value that is neither a date nor a number, but looks like one: day is out of range",
+        ),
+        (
+            f"config: {{many: {'1' * 5000}}}",
+            "has a value that is neither a date nor a number, but looks like one: Exceeds the limit",
+        ),
         ("schedule: {base_lr: .inf}", "schedule.base_lr is"),
         ("workers: {gpus: two}", "workers.gpus is \"two\": it should be a valid number or 'auto'"),
         ("workers: {gpus: -1}", "workers.gpus is -1: it should be greater than or equal to 0 or 'auto'"),

@@ -122,7 +122,7 @@ def test_a_run_does_not_resume_with_another_value_whether_it_is_shown_or_hidden(
     ("text", "override"),
     [
         ("config: {lr: 1}\nplan: {seed: 1, api_key: hunter2}", ""),
-        ("", "config.api-key=hunter2"),
+        ("", "config.api key=hunter2"),
         ("", "config.api_key={hunter2"),
         ("config: {password: hunter2}", "config.password.x=1"),
         ("config: {wandb: {key: hunter2}}", "config.wandb.key.x=1"),

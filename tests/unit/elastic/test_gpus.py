@@ -286,7 +286,7 @@ def test_the_node_types_are_those_of_the_clusters_own_autoscaler(monkeypatch: Pa
     assert autoscaling_config("ours") is None
 
 
-def test_in_kubernetes_the_node_types_are_the_groups_of_the_cluster(monkeypatch: Patch) -> None:
+def test_in_kubernetes_the_node_types_are_the_groups_of_the_cluster(monkeypatch: Patch, tmp_path: Path) -> None:
     spec = yaml.safe_load((ROOT / "docs" / "kuberay-rayjob.yaml").read_text())["spec"]["rayClusterSpec"]
     cluster = {"metadata": {"name": "ours", "namespace": "team"}, "spec": spec}
     asked = []
@@ -304,6 +304,13 @@ def test_in_kubernetes_the_node_types_are_the_groups_of_the_cluster(monkeypatch:
     monkeypatch.setattr(cluster_gpus, "KubernetesHttpApiClient", Api)
     assert starts_gpus(autoscaling_config("any"))
     assert asked == [("team", "rayclusters/ours")]
+
+    monkeypatch.delenv("RAY_CLUSTER_NAMESPACE")  # as with KubeRay before 1.6
+    assert autoscaling_config("any") is None, "this pod has no account"
+    (tmp_path / "namespace").write_text("of-the-pod")
+    monkeypatch.setattr(cluster_gpus, "NAMESPACE_FILE", tmp_path / "namespace")
+    assert starts_gpus(autoscaling_config("any"))
+    assert asked[-1] == ("of-the-pod", "rayclusters/ours")
 
     def refused(self: Any, path: str) -> Any:
         raise cluster_gpus.requests.HTTPError("403: this account may not read it")

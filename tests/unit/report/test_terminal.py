@@ -1,11 +1,15 @@
 import io
 import json
 import math
+import os
 import re
+import subprocess
+import sys
 import threading
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import numpy as np
 import pytest
@@ -113,6 +117,30 @@ def test_runs_are_listed_newest_first_and_unreadable_ones_with_the_reason(tmp_pa
     assert "elsewhere" not in text
     assert f"rates is a study; use `undula study status {tmp_path}/rates`" in text
     assert "\x1b" not in text
+
+
+LIST_AS_ANOTHER_USER = """
+import os, sys
+from undula.report.render.terminal import print_runs
+from undula.storage import Store
+os.setgid(65534)
+os.setuid(65534)
+print_runs(Store(sys.argv[1]))
+"""
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user")
+def test_a_run_that_only_its_owner_may_read_does_not_hide_the_others() -> None:
+    with TemporaryDirectory() as folder:  # pytest's folder is this user's alone
+        Path(folder).chmod(0o755)
+        for name in ("alice", "bob"):
+            write_run(Store(f"{folder}/{name}"), name)
+        Path(folder, "bob").chmod(0o700)
+        command = [sys.executable, "-c", LIST_AS_ANOTHER_USER, folder]
+        lines = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        assert re.search(r"alice +stopped +30/30", lines)
+        assert re.search(r"bob +unreadable", lines)
+        assert f"unreadable: {folder}/bob is not readable" in lines
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,11 @@
 """Tests of the run directory: one job at a time uses it, and only the run's own files are deleted."""
 
+import errno
+import os
+import shutil
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -31,6 +35,52 @@ def test_one_job_holds_the_run_until_it_ends_even_if_it_is_killed(tmp_path: Path
     other.communicate()
     with held(store):
         pass
+
+
+@pytest.mark.parametrize("code", [errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP])
+def test_a_run_trains_on_a_file_system_without_locks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
+    def flock(descriptor: int, operation: int) -> None:
+        raise OSError(code, "no locks")
+
+    monkeypatch.setattr("fcntl.flock", flock)
+    with held(Store(str(tmp_path))):
+        pass
+
+
+TAKE_AS_ANOTHER_USER = """
+import os, sys
+from undula.errors import RunError
+from undula.state.directory import held
+from undula.storage import Store
+os.setgid(65534)
+os.setuid(65534)
+try:
+    with held(Store(sys.argv[1])):
+        print("held")
+except RunError as error:
+    print(error)
+"""
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user")
+def test_another_users_lock_can_be_taken_if_it_is_readable(tmp_path: Path) -> None:
+    folder = Path(tempfile.mkdtemp())  # pytest's folder is this user's alone
+    try:
+        folder.chmod(0o777)
+        with held(Store(str(folder))):
+            pass
+
+        def taken() -> str:
+            command = [sys.executable, "-c", TAKE_AS_ANOTHER_USER, str(folder)]
+            return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+
+        assert taken() == "held"
+        (folder / ".lock").chmod(0o600)
+        assert taken().endswith(".lock belongs to another user and is not readable; set another name, or delete it")
+    finally:
+        shutil.rmtree(folder)
 
 
 def test_delete_run_deletes_the_runs_files_and_no_others(tmp_path: Path) -> None:

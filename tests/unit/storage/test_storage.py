@@ -211,6 +211,12 @@ def test_other_schemes_are_refused(url: str) -> None:
         open_store(url)
 
 
+@pytest.mark.parametrize("url", ["s3:/bucket/data", "s3:bucket/data"])
+def test_a_url_with_too_few_slashes_is_refused(url: str) -> None:
+    with pytest.raises(StorageError, match="is neither a path nor a URL; write s3://bucket/data"):
+        open_store(url)
+
+
 @pytest.mark.parametrize("path", ["~/run:1", "{}/run:1"])
 def test_the_home_directory_is_expanded_and_a_colon_is_no_scheme(
     path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -283,3 +289,38 @@ def test_a_file_on_s3_is_sent_in_as_few_parts_as_allowed(s3: Any, monkeypatch: p
     assert store.read("file") == content
     assert b"".join(store.read_chunks("file")) == content
     assert store.list()[0].version.endswith("-3")  # number of parts
+
+
+class Forgetful:
+    """Client of a store that loses its first answer to the end of an upload, and has forgotten the upload when it is asked again."""
+
+    def __init__(self, client: Any, stores: bool):
+        self._client, self._stores, self._is_first = client, stores, True
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._client, name)
+
+    def complete_multipart_upload(self, **request: Any) -> Any:
+        if self._is_first:
+            self._is_first = False
+            if self._stores:
+                self._client.complete_multipart_upload(**request)
+            raise ConnectionError("the answer was lost")
+        raise answer_of_s3(404)
+
+
+@pytest.mark.parametrize("stores", [True, False])
+def test_an_upload_whose_answer_was_lost_counts_if_the_object_is_there(
+    s3: Any, monkeypatch: pytest.MonkeyPatch, stores: bool
+) -> None:
+    store, client = open_store(s3.url("root")), s3_requests.s3_client(False)
+    content, other = random.Random(0).randbytes(20 * 2**20), random.Random(1).randbytes(20 * 2**20)
+    store.write("file", other)  # of the same size
+    forgetful = Forgetful(client, stores)
+    monkeypatch.setattr(s3_requests, "s3_client", lambda anonymous: forgetful)
+    if stores:
+        store.write("file", content)
+    else:
+        with pytest.raises(StorageError):
+            store.write("file", content)
+    assert store.read("file") == (content if stores else other)

@@ -15,6 +15,8 @@ from ray.autoscaler._private.kuberay.node_provider import KubernetesHttpApiClien
 
 Config = Mapping[str, Any]
 """Configuration of Ray's autoscaler, with the content of a cluster.yaml."""
+NAMESPACE_FILE = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
+"""File in which Kubernetes tells a pod its namespace."""
 READ_LIMIT_S = 60.0
 """Maximum seconds for reading the configuration in a task on the head, which may first have to start a process."""
 
@@ -43,7 +45,8 @@ def autoscaling_config(session: str) -> Config | None:
         session: Name of Ray's session, because several clusters may have their heads on this machine.
     """
     if cluster := os.environ.get("RAY_CLUSTER_NAME"):
-        return _config_in_kubernetes(cluster, os.environ["RAY_CLUSTER_NAMESPACE"])
+        namespace = os.environ.get("RAY_CLUSTER_NAMESPACE") or _namespace_of_pod()
+        return _config_in_kubernetes(cluster, namespace) if namespace else None
     for process in psutil.process_iter(["cmdline"]):
         options = dict(part.split("=", 1) for part in process.info["cmdline"] or () if "=" in part)
         file = options.get("--autoscaling-config")
@@ -51,6 +54,13 @@ def autoscaling_config(session: str) -> Config | None:
             with suppress(OSError, yaml.YAMLError):
                 config: Config = yaml.safe_load(Path(file).expanduser().read_text())
                 return config
+    return None
+
+
+def _namespace_of_pod() -> str | None:
+    """Return the namespace of this pod; None if the pod has no account. KubeRay before 1.6 does not set it in the head's environment."""
+    with suppress(OSError):
+        return NAMESPACE_FILE.read_text().strip()
     return None
 
 

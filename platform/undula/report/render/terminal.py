@@ -93,8 +93,9 @@ def print_runs(
     selection = selection or Selection()
     summaries: dict[str, RunSummary] = {}
     values: dict[str, Values] = {}
-    reasons: dict[str, str] = {}
-    entries = store_of_runs.list()
+    unreadable: list[str] = []
+    entries = store_of_runs.list(unreadable=unreadable)
+    reasons = {folder: f"{store_of_runs.url}/{folder} is not readable" for folder in unreadable}
     studies = _folders_with(entries, STUDY_FILE)
     folders = _folders_with(entries, JOB_FILE, LEDGER)
     with ThreadPoolExecutor(READERS, thread_name_prefix="undula-runs") as threads:
