@@ -4,6 +4,7 @@ import re
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
 from jobs_kit import Jobs
 
 from undula.state.events import CrashEvent, FailEvent, StartEvent, WarningEvent
@@ -45,7 +46,7 @@ def test_a_bug_ends_the_job_at_once_with_its_traceback(session_jobs: Jobs, tmp_p
     (failure,) = events_of(done.ledger.events, FailEvent)
     assert f"KeyError: 'lable' at buggy.py:{line}" in failure.error
     assert "no_validation" in [warning.code for warning in events_of(done.ledger.events, WarningEvent)]
-    assert re.search(r"stopped after \d of \d+ steps", done.out)
+    assert re.search(r"failed after \d of \d+ steps", done.out)
 
 
 LOST_IMPORT = """
@@ -116,3 +117,39 @@ def test_ranks_in_a_deadlock_are_interrupted_and_the_run_continues(session_jobs:
     assert ("the memory of a worker", 3, 2) in starts
     assert done.column("step") == list(range(8))
     assert done.ledger.replaced.num_rows == 0
+
+
+LEAVES_ALONE = """
+import sys
+import torch
+from torch import nn
+import undula
+
+def train(run):
+    model = run.model(nn.Linear(4, 1))
+    run.optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    for step in run.steps():
+        for batch in step.batches():
+            step.backward(model(batch["text"][:, :4].float()).mean() * 1e-6)
+        step.update()
+        if step.index == 3 and run.rank == 1:
+            HOW
+
+if __name__ == "__main__":
+    undula.main(train)
+"""
+
+
+@pytest.mark.parametrize("how", ["return", "sys.exit(0)", "sys.exit('done')"])
+def test_a_rank_that_ends_alone_ends_the_job_with_the_reason(session_jobs: Jobs, tmp_path: Path, how: str) -> None:
+    """The others would wait for it without end."""
+    script = tmp_path / "leaves.py"
+    script.write_text(LEAVES_ALONE.replace("HOW", how))
+    script.with_suffix(".yaml").write_text(
+        "name: leaves\ndata: {train: x}\nplan: {virtual_workers: 2, global_batch: 8, max_steps: 8}\n"
+    )
+    jobs = replace(session_jobs, script=script, runs=str(tmp_path), settings=())
+    done = jobs.run("leaves", *jobs.workers(2))
+    assert done.status == 2
+    reason = "rank 1 with sys.exit('done')" if "done" in how else "the script ended after 4 of 8 steps on rank 1"
+    assert reason in done.err

@@ -114,19 +114,19 @@ def _description(workers: WorkersSpec) -> str:
 
 
 def _print_result(prepared: Prepared, error: Exception | None) -> None:
-    """Print how training ended, the last validation loss, and the run directory."""
-    if error:
-        print(f"training failed:\n{whole_story(error)}", file=sys.stderr, flush=True)
+    """Print how training ended, the last validation loss, the run directory, and why training failed if it did."""
     store = prepared.store
     ledger = read_ledger(store)
     done, total = steps_done(ledger.steps), prepared.plan.total_steps
     end = last_event(ledger.events, EndEvent)
-    result = f"stopped after {done} of {total} steps"
-    if done == total or (end and end.step == done):
+    result = f"{'failed' if error else 'stopped'} after {done} of {total} steps"
+    if not error and (done == total or (end and end.step == done)):
         result = "finished" + (f" after {done} of {total} steps ({end.reason})" if end and end.reason else "")
     validation = last_event(ledger.events, ValidationEvent)
     loss = f"validation loss {validation.loss:.4f} at step {validation.step}" if validation else "no validation"
     print(f"{result}: {loss}\nrun directory: {store.url}\nundula show {store.url}", flush=True)
+    if error:
+        print(f"training failed:\n{whole_story(error)}", file=sys.stderr, flush=True)
 
 
 def _print_unsent(sentences: Sequence[str]) -> None:

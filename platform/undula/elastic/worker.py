@@ -18,7 +18,7 @@ from undula.data.stored.mixture import load_data
 from undula.data.stored.reader import stored_reader
 from undula.elastic.ray.actor import worker_state
 from undula.elastic.ray.gpus import reserved_device
-from undula.errors import ClusterError, StorageError, UndulaError
+from undula.errors import ClusterError, StorageError, UndulaError, UsageError
 from undula.parallel.compile import compile_with_own_threads, problem_of_compiler
 from undula.parallel.layout import join_layout
 from undula.plan.plan import Plan
@@ -26,7 +26,7 @@ from undula.recovery.progress import COMPILE_S, LEFT
 from undula.recovery.replica import ReplicaClient
 from undula.recovery.worker_state import LeaveGroup, WorkerState
 from undula.storage import waits_reported_to
-from undula.telemetry.hub import TeeToDriver
+from undula.telemetry.hub import output_to_driver
 from undula.telemetry.messages import Publisher
 from undula.telemetry.waits import WaitPublisher
 from undula.train.job import Job
@@ -58,13 +58,15 @@ class JobWorker:
         worker = worker_state()
         worker.is_run = True
         _leave_batch_scheduling()
-        with TeeToDriver(sys.stdout, self.publish, rank), waits_reported_to(WaitPublisher(self.publish)):
+        with output_to_driver(self.publish, rank), waits_reported_to(WaitPublisher(self.publish)):
             device, local_rank = ray.train.torch.get_device(), context.get_local_rank()
             run: Run | None = None
             try:
                 layout = join_layout(rank, world_size, device, local_rank)
-                run = Run(GroupSession(RunSetup.of(self.job, layout, worker, self.publish, _replicas(worker))))
-                self.train(run)
+                session = GroupSession(RunSetup.of(self.job, layout, worker, self.publish, _replicas(worker)))
+                run = Run(session)
+                self._call(run)
+                session.require_end()
             except LeaveGroup:
                 assert run is not None
                 run.hand_over()
@@ -81,6 +83,15 @@ class JobWorker:
             finally:
                 if run is not None:
                     run.free()
+
+    def _call(self, run: Run) -> None:
+        try:
+            self.train(run)
+        except SystemExit as end:
+            if end.code:
+                raise UsageError(
+                    f"the script ended rank {run.rank} with sys.exit({end.code!r}); raise an exception that says why"
+                ) from None
 
 
 def prepare_worker(job: Job, publish: Publisher) -> None:

@@ -25,3 +25,6 @@ class CheckpointSpec:
     """Mean of the validations whose best checkpoint is kept as well: `metric` and `mode`. The run writes a checkpoint after each validation
     with a new best value, and waits for it, so that the loss of a worker cannot cost it. If the storage fails, it tries again for half a
     minute. By default, only the newest checkpoints are kept."""
+    max_non_finite_steps: Annotated[int, Gt(0)] | None = 20
+    """Maximum number of steps in a row with a gradient that is not finite; with one more, the run fails. No checkpoint is written after
+    such a step, so that the last one has finite weights. `null` sets no maximum. Steps that precision.compute=fp16 skips do not count."""

@@ -3,7 +3,8 @@
 import sys
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TextIO
 
@@ -127,35 +128,55 @@ def start_hub(store: Store) -> Any:
         ) from None
 
 
-class TeeToDriver:
-    """Replaces sys.stdout and also sends each complete line to the driver, so that the user sees what a training loop prints.
+class _Tee:
+    """Stream in place of sys.stdout or sys.stderr that also publishes each complete line.
 
-    Args:
-        stdout: Stream that is replaced. It still receives the whole text.
-        publish: Callback that receives the lines.
-        rank: Rank of this process.
+    A process has one for each of the two, in all its groups, because a handler of `logging` keeps the stream that it once got.
     """
 
-    def __init__(self, stdout: TextIO, publish: Publisher, rank: int):
-        self._stdout = stdout
-        self._publish = publish
-        self._rank = rank
+    def __init__(self) -> None:
         self._rest = ""
+
+    def begin(self, stream: TextIO, publish: Publisher, rank: int) -> None:
+        self._stream, self._publish, self._rank = stream, publish, rank
 
     def write(self, text: str) -> int:
         *lines, self._rest = (self._rest + text).split("\n")
         for line in lines:
-            self._publish(Line(self._rank, line))
-        return self._stdout.write(text)
+            self._publish_line(line)
+        self._rest = self._rest.rpartition("\r")[2]  # a progress bar writes over itself
+        return self._stream.write(text)
+
+    def end(self) -> TextIO:
+        """Publish the last line, and return the stream that was replaced."""
+        if self._rest:
+            self._publish_line(self._rest)
+        self._rest = ""
+        return self._stream
+
+    def _publish_line(self, line: str) -> None:
+        self._publish(Line(self._rank, line.rstrip("\r").rpartition("\r")[2]))
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._stdout, name)
+        return getattr(self._stream, name)
 
-    def __enter__(self) -> "TeeToDriver":
-        sys.stdout = self
-        return self
 
-    def __exit__(self, *exception: object) -> None:
-        sys.stdout = self._stdout
-        if self._rest:
-            self._publish(Line(self._rank, self._rest))
+_tees = {"stdout": _Tee(), "stderr": _Tee()}
+
+
+@contextmanager
+def output_to_driver(publish: Publisher, rank: int) -> Iterator[None]:
+    """Send each line that this process prints in a block to the driver as well, so that the user sees what a script prints and logs.
+
+    Args:
+        publish: Callback that receives the lines.
+        rank: Rank of this process.
+    """
+    for name, tee in _tees.items():
+        tee.begin(getattr(sys, name), publish, rank)
+        setattr(sys, name, tee)
+    try:
+        yield
+    finally:
+        for name, tee in _tees.items():
+            setattr(sys, name, tee.end())

@@ -5,7 +5,7 @@ import shutil
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, TextIO
 
 from undula.telemetry.messages import Line, Message, Status, clock
@@ -34,6 +34,8 @@ class LiveScreen:
 
     def __init__(self, out: TextIO):
         self._out = out
+        with suppress(AttributeError, OSError):
+            out.reconfigure(errors="backslashreplace")  # type: ignore[attr-defined]  # a script may print what the terminal cannot show
         self._rewrites = out.isatty()
         self._status: list[str] = []
         self._table: list[str] = []
@@ -51,7 +53,7 @@ class LiveScreen:
                 self._rewrite(self._table, [])
                 self._table = []
         elif line.startswith(STATUS_PREFIX):
-            self._rewrite([], [line])
+            self._rewrite([], [line[: shutil.get_terminal_size().columns - 1]])
         else:
             self._rewrite([line], self._status)
         self._out.flush()

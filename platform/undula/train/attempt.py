@@ -9,9 +9,10 @@ from typing import Any
 
 import torch.distributed as dist
 
+from undula.errors import RunError, UsageError
 from undula.plan.plan import OptimizerStep
 from undula.recovery.restore import Restored
-from undula.state.events import Event, SkipEvent, StartEvent, WarningEvent
+from undula.state.events import EndEvent, Event, SkipEvent, StartEvent, WarningEvent
 from undula.state.records import StepRow
 from undula.telemetry.reporter import Telemetry
 from undula.train.arithmetic import STATE, Arithmetic, difference
@@ -33,6 +34,7 @@ class Attempt:
         telemetry: Reports of the attempt; None on other ranks than the first, before the attempt begins, and after its end.
         rows: Rows of the ledger that may not have reached storage.
         step_s: Duration of the last step in seconds.
+        non_finite_steps: Number of last steps whose gradient was not finite, but with which the optimizer has updated the weights.
     """
 
     def __init__(self, setup: RunSetup):
@@ -40,10 +42,12 @@ class Attempt:
         self.telemetry: Telemetry | None = None
         self._has_overflowed = False
         """Whether the attempt has reported that the compression of gradients may have made them infinite."""
+        self._has_ended = False
         self.committed: int | None = None
         self.committed_by = 0
         self.rows: tuple[StepRow, ...] = ()
         self.step_s = 0.0
+        self.non_finite_steps = 0
 
     def begin(self, restored: Restored) -> None:
         """Begin with a restored state, and report the start."""
@@ -110,10 +114,61 @@ class Attempt:
         )
         if not math.isfinite(totals.grad_norm):
             self._report_overflow(step.done)
+        self._count_non_finite(step, totals)
         self.rows = (*(former for former in self.rows if former.step >= int(totals.stored_steps)), row)
         self.step_s = row.seconds
         if self.telemetry:
             self.telemetry.step(row)
+
+    def _count_non_finite(self, step: OptimizerStep, totals: StepTotals) -> None:
+        if math.isfinite(totals.grad_norm) or totals.overflows:
+            self.non_finite_steps = 0
+            return
+        if self.non_finite_steps == 0:
+            detail = f"{totals.grad_norm} in step {step.index}, with a loss of {totals.losses / step.samples:g}"
+            self.report(WarningEvent("non_finite_gradient", detail, step=step.done))
+        self.non_finite_steps += step.merged_steps
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether the weights are probably not finite, so that no checkpoint of them is of use."""
+        return self.non_finite_steps > 0 and self._setup.job.checkpoint.max_non_finite_steps is not None
+
+    def require_finite(self, is_end: bool) -> None:
+        """Check that the last gradients were finite, or that there were few others in a row.
+
+        Args:
+            is_end: Whether the run would end now. Its last state must be of use.
+
+        Raises:
+            RunError: They were not.
+        """
+        most = self._setup.job.checkpoint.max_non_finite_steps
+        if most is not None and self.non_finite_steps > (0 if is_end else most):
+            assert self.committed is not None
+            raise RunError(
+                f"the gradient has not been finite since step {self.committed - self.non_finite_steps}, so that the weights are lost; "
+                "lower schedule.base_lr, set gradient.max_norm, or look at the samples of that step, and submit the run again: it "
+                "continues with the last checkpoint before that step"
+            )
+
+    def end(self, reason: str) -> None:
+        """Report the end of the run after the last step, or for a reason before it."""
+        self._has_ended = True
+        self.report(EndEvent(reason, step=self.committed or 0))
+
+    def require_end(self) -> None:
+        """Check, when the script has returned, that the run has ended. Other ranks would wait for one that returns alone.
+
+        Raises:
+            UsageError: It has not.
+        """
+        if not self._has_ended:
+            done, total, rank = self.committed or 0, self._setup.plan.total_steps, self._setup.layout.rank
+            raise UsageError(
+                f"the script ended after {done} of {total} steps on rank {rank}; go through the loop over run.steps() to its end on every "
+                "rank, also after run.stop(reason), and set plan.max_steps for a shorter training"
+            )
 
     def report_skip(self, done: int, before: float, after: float, skipped_steps: int) -> None:
         """Report that a step was skipped, and warn if no step has been applied for long.

@@ -10,7 +10,7 @@ from undula.parallel.device_clock import read_scalars
 from undula.plan.plan import OptimizerStep
 from undula.recovery.progress import BETWEEN_STEPS, HAND_OVER, MEMORY_BYTES_S, REDUCE, SNAPSHOT, UPDATE
 from undula.recovery.worker_state import LeaveGroup, Request
-from undula.state.events import EndEvent, WarningEvent
+from undula.state.events import WarningEvent
 from undula.train.attempt import Attempt
 from undula.train.measurement import StepMeasurement, StepPhases
 from undula.train.saver import StateSaver
@@ -179,7 +179,7 @@ class StepBoundary:
             done: Number of committed steps.
             is_whole_at_once: Whether to wait until the snapshot is complete, because code of the script follows that may change weights.
         """
-        if self.wants.snapshots:
+        if self.wants.snapshots and not self._attempt.is_lost:
             self._saver.snapshot(done, self.wants.sends and not self.wants.is_sending, is_whole_at_once)
 
     def agree(self) -> None:
@@ -213,6 +213,8 @@ class StepBoundary:
         worker.owes_save = checkpoint_is_due or wants.saves or wants.owes_save
         if is_best and not leaves and not ends:
             saver.save_best(done)
+        elif self._attempt.is_lost:
+            pass  # the last checkpoint has finite weights
         elif ends or (leaves and wants.saves) or (worker.owes_save and not leaves and not is_saving):
             saver.save(done)
         if leaves and (wants.saves or wants.abandons or not is_saving):
@@ -251,12 +253,7 @@ class StepBoundary:
             allowed_s = 2 * worker.held.state.bytes / MEMORY_BYTES_S if self._saver.snapshots else 0.0
             worker.progress.enter(HAND_OVER, allowed_s)
 
-    def end(self, done: int, reason: str) -> None:
-        """End the run after `done` steps.
-
-        Args:
-            done: Number of committed steps.
-            reason: Reason for which the run stops before its last step; empty if it does not.
-        """
+    def end(self, reason: str) -> None:
+        """End the run after the last step, or for a reason before it."""
         self._saver.end()
-        self._attempt.report(EndEvent(reason, step=done))
+        self._attempt.end(reason)

@@ -128,13 +128,14 @@ class TrainingLoop:
                         f"step {index} ended without step.update(); call it after the loop over step.batches()"
                     )
                 index += step.merged_steps
+                self.attempt.require_finite(is_end=self._ends(index))
                 self._end_step(step.index, index)
             if index == start and not is_saved:
                 # The previous group committed the last step but was lost before it wrote the last checkpoint.
                 self.boundary.settle(owed_since=None)
                 self._save(start - 1, start)
             is_early = index < setup.plan.total_steps
-            self.boundary.end(index, self._results.reason_to_stop(setup.job.stop) if is_early else "")
+            self.boundary.end(self._results.reason_to_stop(setup.job.stop) if is_early else "")
         except LeaveGroup:
             # The held state takes rows that are not stored yet to the next group. In a single process, there is no next group.
             self.close(wait=setup.worker.controller is None)

@@ -12,9 +12,11 @@ from undula.data.script.indexed import IndexedData, ScriptData
 from undula.data.script.items import Items
 from undula.data.script.loader_processes import Loader
 from undula.data.stored.maps import SampleFunction
+from undula.errors import UsageError
 from undula.parallel.engines.select import MakeEngine, make_engine
 from undula.plan.plan import Plan
 from undula.recovery.progress import BETWEEN_STEPS, VALIDATE
+from undula.train.attempt import Attempt
 from undula.train.job import Job
 from undula.train.loop import TrainingLoop
 from undula.train.model import PlacedModel, place_model
@@ -90,6 +92,7 @@ class GroupSession:
         self.setup = setup
         self.job, self.plan = setup.job, setup.plan
         self.rank, self.world_size, self.device = setup.layout.rank, setup.layout.world_size, setup.layout.device
+        self._attempt: Attempt | None = None  # not the loop, which has the model
         self._make_engine = engine_of or partial(make_engine, settings=setup.job.engine_settings)
         if self.job.deterministic:
             compute_deterministically()
@@ -129,4 +132,16 @@ class GroupSession:
     def loop(
         self, parts: ScriptParts, validate: ValidationFunction | None, after_step: AfterStep | None
     ) -> TrainingLoop:
-        return TrainingLoop(self.setup, parts, validate, after_step)
+        loop = TrainingLoop(self.setup, parts, validate, after_step)
+        self._attempt = loop.attempt
+        return loop
+
+    def require_end(self) -> None:
+        """Check, when the script has returned, that it has trained to the end. Other ranks would wait for one that has not.
+
+        Raises:
+            UsageError: It has not.
+        """
+        if self._attempt is None:
+            raise UsageError("the script ended without training; let it go through the steps of run.steps()")
+        self._attempt.require_end()

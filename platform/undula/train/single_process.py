@@ -64,9 +64,11 @@ class SingleProcess:
         """
         with local_world(self.device, self._rank, self._world_size, self._rendezvous):
             layout = join_layout(self._rank, self._world_size, self.device, local_rank=self._rank)
-            run = Run(GroupSession(RunSetup.of(self._job, layout, self._worker, self._publish)))
+            session = GroupSession(RunSetup.of(self._job, layout, self._worker, self._publish))
+            run = Run(session)
             try:
                 self._train(run)
+                session.require_end()
             except BaseException as error:
                 if self._hands_over:
                     run.hand_over()

@@ -56,6 +56,7 @@ def failed(*failures: Exception) -> WorkerGroupError:
     ("error", "decision"),
     [
         (failed(raised(KeyError("lable"))), FailureDecision.RAISE),
+        (failed(raised(FileNotFoundError("vocab.json"))), FailureDecision.RAISE),
         (failed(raised(ValueError("boom")), raised(RuntimeError("connection closed by peer"))), FailureDecision.RAISE),
         (failed(raised(ManifestError("part-0 is gone"))), FailureDecision.RAISE),
         (failed(raised(UsageError("step.batches() was called twice"))), FailureDecision.RAISE),
@@ -78,6 +79,15 @@ def test_attempts_are_counted() -> None:
     policy = RetryUnlessBug(FailureConfig(max_failures=1))
     decisions = [policy.make_decision(failed(raised(RuntimeError("x")))) for _ in range(2)]
     assert decisions == [FailureDecision.RETRY, FailureDecision.RAISE]
+
+
+def test_an_exception_before_the_first_step_is_retried_once() -> None:
+    policy, error = RetryUnlessBug(FailureConfig(max_failures=3)), failed(raised(RuntimeError("x")))
+    assert [policy.make_decision(error) for _ in range(2)] == [FailureDecision.RETRY, FailureDecision.RAISE]
+    policy = RetryUnlessBug(FailureConfig(max_failures=3))
+    policy.has_stepped = True
+    decisions = [policy.make_decision(error) for _ in range(4)]
+    assert decisions == [*[FailureDecision.RETRY] * 3, FailureDecision.RAISE]
 
 
 def test_lost_workers_count_until_a_step_is_committed() -> None:

@@ -1,5 +1,7 @@
 """Tests that the follower of a hub passes on every message once and in order. The hub is a local object, without Ray."""
 
+import logging
+import sys
 import threading
 from pathlib import Path
 from types import SimpleNamespace
@@ -8,7 +10,7 @@ import pytest
 
 from undula.storage import Store
 from undula.telemetry import hub as hubs
-from undula.telemetry.hub import Hub, HubFollower
+from undula.telemetry.hub import Hub, HubFollower, output_to_driver
 from undula.telemetry.messages import Line, Message
 
 
@@ -35,3 +37,24 @@ def test_messages_are_passed_on_in_the_block_and_the_last_ones_do_not_wait_for_t
     with HubFollower(handle, received.extend, interval_s=1000):
         hub.publish(Line(0, "last"))
     assert received[2:] == [Line(0, "first"), Line(0, "second"), Line(0, "last")]
+
+
+def test_what_a_rank_prints_and_logs_in_any_group_reaches_the_driver(capsys: pytest.CaptureFixture[str]) -> None:
+    lines: list[Message] = []
+    logger, handlers = logging.getLogger("of the script"), logging.root.handlers[:]
+    logging.root.handlers.clear()
+    try:
+        for rank in (1, 0):
+            with output_to_driver(lines.append, rank):
+                logging.basicConfig(format="%(levelname)s %(message)s")  # only the first call has an effect
+                logger.warning("of rank %d", rank)
+                sys.stderr.write(" 10 %\r 20 %\r100 %\n")
+                print("no line break", end="")
+    finally:
+        logging.root.handlers[:] = handlers
+    assert lines == [
+        Line(rank, text) for rank in (1, 0) for text in (f"WARNING of rank {rank}", "100 %", "no line break")
+    ]
+    shown = capsys.readouterr()
+    assert shown.out == "no line breakno line break"
+    assert "WARNING of rank 1" in shown.err

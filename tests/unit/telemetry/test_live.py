@@ -62,3 +62,17 @@ def test_a_table_is_drawn_over_the_last_one_on_a_terminal() -> None:
     screen.close()
     shown = out.getvalue().replace("\x1b[2A\r\x1b[J", "<")
     assert shown == "┏━┓\n┃1┃\n└─┘<event\n┏━┓\n┃1┃\n└─┘<┏━┓\n┃2┃\n┗━┛\nreport\n"
+
+
+def test_a_status_takes_one_row_of_a_narrow_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "60")
+    out = Terminal()
+    LiveScreen(out).show(status_line(status(120)))
+    assert out.getvalue() == "step 120/400  loss 2.4131  lr 2.10e-03  1,812 samples/s  2 w"[:59]
+
+
+def test_what_the_terminal_cannot_show_is_escaped() -> None:
+    raw = io.BytesIO()
+    out = io.TextIOWrapper(raw, encoding="ascii")
+    LiveScreen(out).show("größe ✓")
+    assert raw.getvalue() == rb"gr\xf6\xdfe \u2713" + b"\n"

@@ -2,6 +2,7 @@
 
 import gc
 import json
+import math
 import time
 import weakref
 from collections.abc import Callable, Iterator
@@ -317,3 +318,45 @@ def test_a_run_does_not_continue_with_other_data(job: Job, tmp_path: Path) -> No
     write_numbers(tmp_path, 60)
     with pytest.raises(RunError, match="belongs to another plan or other data"):
         train(job)
+
+
+@pytest.mark.parametrize(("bad_from", "most", "ends_at"), [(9, 4, 14), (16, 4, 20), (9, 20, 20)])
+def test_a_run_whose_gradients_are_not_finite_fails_and_keeps_its_last_good_checkpoint(
+    tmp_path: Path, bad_from: int, most: int, ends_at: int
+) -> None:
+    job = numbers_job(tmp_path, epochs=5)  # 20 steps
+    spec = CheckpointSpec(every_steps=2, keep=1, max_non_finite_steps=most)
+    job = replace(job, checkpoint=spec)
+    done = []
+
+    def train_badly() -> None:
+        for _, model, step in steps_of(job):
+            for batch in step.batches():
+                factor = math.nan if step.index >= bad_from else 1.0
+                step.backward(model(batch["x"][:, None] / 48).square().mean() * factor)
+            step.update()
+            done.append(step.index + 1)
+
+    with pytest.raises(RunError, match=f"the gradient has not been finite since step {bad_from}, so that the weights"):
+        train_badly()
+    assert done[-1] == ends_at
+    store = Store(job.run_url)
+    (commit,) = find_commits(store)[0]
+    assert 0 < commit.step <= bad_from
+    warnings = [event for event in events_of(read_ledger(store).events, WarningEvent) if "non_finite" in event.code]
+    assert [event.step for event in warnings] == [bad_from + 1]
+
+
+def test_a_gradient_that_is_not_finite_once_ends_nothing(tmp_path: Path) -> None:
+    """The script leaves the weights as they are in such a step."""
+    job = replace(numbers_job(tmp_path, epochs=1), checkpoint=CheckpointSpec(max_non_finite_steps=1))
+    for _, model, step in steps_of(job):
+        for batch in step.batches():
+            step.backward(model(batch["x"][:, None] / 48).square().mean() * (math.inf if step.index == 2 else 1.0))
+        if not step.reduce().isfinite():
+            for parameter in model.parameters():
+                assert parameter.grad is not None
+                parameter.grad.zero_()
+        step.update()
+    (commit,) = find_commits(Store(job.run_url))[0]
+    assert commit.step == 4

@@ -15,7 +15,8 @@ from undula.errors import StorageError, SupersededError, UndulaError, UsageError
 from undula.train.tracebacks import is_of_collective, kept_traceback
 
 BUGS = (
-    *(ArithmeticError, AssertionError, AttributeError, ImportError, LookupError, NameError, NotImplementedError),
+    *(ArithmeticError, AssertionError, AttributeError, FileNotFoundError, ImportError, LookupError, NameError),
+    NotImplementedError,
     *(SyntaxError, TypeError, ValueError, UndulaError),
 )
 """Types of exceptions that the same code would raise again in another attempt."""
@@ -42,9 +43,10 @@ class NotEnoughWorkersError(WorkerGroupStartupFailedError):
 class RetryUnlessBug(DefaultFailurePolicy):
     """Failure policy that retries up to max_failures times, but not after an error that every attempt would repeat.
 
-    Exceptions of the user's code count over the whole run. Lost workers count only until the next committed step, because a cluster of
-    spot nodes loses many workers. Storage failures have a separate limit once the run has committed a step: a group that trains survives
-    an outage of the storage, so a group that starts during an outage should survive it too.
+    Exceptions of the user's code count over the whole run; before the first step, one of them is retried at most. Lost workers count only
+    until the next committed step, because a cluster of spot nodes loses many workers. Storage failures have a separate limit once the run
+    has committed a step: a group that trains survives an outage of the storage, so a group that starts during an outage should survive it
+    too.
     """
 
     def __init__(self, failure_config: FailureConfig):
@@ -71,7 +73,8 @@ class RetryUnlessBug(DefaultFailurePolicy):
             is_over = self._storage_failures > STORAGE_FAILURES
         elif is_exception(training_failed_error):
             self._exceptions += 1
-            is_over = self._exceptions > limit
+            # Before the first step, an exception is hardly ever one that passes.
+            is_over = self._exceptions > (limit if self._has_ever_stepped else min(limit, 1))
         else:
             self._losses = 1 if has_stepped else self._losses + 1
             is_over = self._losses > limit
@@ -84,9 +87,15 @@ class RetryUnlessBug(DefaultFailurePolicy):
 
 
 def refusal_of(error: BaseException) -> UndulaError | None:
-    """Return the error for the user because of which the controller has given up, or None if it has another reason."""
-    cause = error.controller_failure if isinstance(error, ControllerError) else None
-    return cause if isinstance(cause, UndulaError) else None
+    """Return the error for the user because of which training has ended; None if there is another reason."""
+    if isinstance(error, ControllerError):
+        return error.controller_failure if isinstance(error.controller_failure, UndulaError) else None
+    failures = error.worker_failures if isinstance(error, WorkerGroupError) else {}
+    for _, failure in sorted(failures.items()):
+        if isinstance(failure, UsageError):
+            place = _place_of(failure)
+            return type(failure)(f"{failure} ({place})" if place else str(failure))
+    return None
 
 
 def is_superseded(error: BaseException) -> bool:
@@ -166,10 +175,15 @@ def _one_line(failure: BaseException) -> str:
         description = str(failure).strip()
         known = (loss for pattern, loss in LOSSES if re.search(pattern, description))
         return next(known, (description.splitlines() or [type(failure).__name__])[-1])
-    message = (str(failure).strip().splitlines() or [""])[0]
-    frames = re.findall(r'File "([^"]+)", line (\d+)', text)
-    own = [place for place in frames if "site-packages" not in place[0] and "/undula/" not in place[0]]
-    at = f" at {own[-1][0].rpartition('/')[2]}:{own[-1][1]}" if own else ""
+    message, place = (str(failure).strip().splitlines() or [""])[0], _place_of(failure)
+    at = f" at {place}" if place else ""
     kind = "out of memory: " if isinstance(failure, MemoryError | torch.OutOfMemoryError) else ""
     notes = "".join(f" ({note})" for note in getattr(failure, "__notes__", ()))  # for example the sample of a map
     return f"{kind}{type(failure).__name__}: {message}{at}{notes}"
+
+
+def _place_of(failure: BaseException) -> str:
+    """Return the line of the user's code in which a worker failed, such as `train.py:12`; empty if it is not known."""
+    frames = re.findall(r'File "([^"]+)", line (\d+)', kept_traceback(failure) or "")
+    own = [place for place in frames if "site-packages" not in place[0] and "/undula/" not in place[0]]
+    return f"{own[-1][0].rpartition('/')[2]}:{own[-1][1]}" if own else ""

@@ -280,7 +280,7 @@ class TrackerEvent(Event):
 WarningCode = Literal[
     "checkpoint_skipped", "checkpoint_failed", "checkpoints_not_removed", "no_snapshots", "no_replicas", "state_at_risk",
     "no_room_for_state", "no_validation", "no_validation_data", "batch_rule", "other_rates", "mixed_machines", "gradient_overflow",
-    "no_finite_gradients", "node_refused", "unfinished_work", "sync_batch_norm",
+    "no_finite_gradients", "non_finite_gradient", "node_refused", "unfinished_work", "sync_batch_norm",
 ]  # fmt: skip
 _WARNINGS: Mapping[WarningCode, str] = {
     "checkpoint_skipped": "A damaged checkpoint is not used: {detail}.",
@@ -305,6 +305,7 @@ _WARNINGS: Mapping[WarningCode, str] = {
     "use machines of one kind, with the same settings.",
     "no_finite_gradients": "The gradients of the last {detail} steps were infinite or NaN, so the weights have not changed since; "
     "look for a loss that is not finite, or train in bf16 or fp32.",
+    "non_finite_gradient": "The gradient was {detail}, so that the weights may be lost; no checkpoint is written until it is finite again.",
     "gradient_overflow": "The gradient has become infinite or NaN, perhaps because it was too large for {detail}; set it to none.",
 }
 
