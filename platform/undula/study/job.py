@@ -82,6 +82,7 @@ class Study:
             "validation.every_steps": max(round(spec.samples / spec.measurements / trial.batch), 1),
             "checkpoint.every_steps": max(round(job.checkpoint.every_steps * scale), 1),
             "checkpoint.keep": 1,
+            "checkpoint.max_non_finite_steps": None,  # the trial ends as diverged
         }
         if spec.metric == "training_loss":
             values["data.validation"] = None

@@ -124,7 +124,7 @@ class Attempt:
         if math.isfinite(totals.grad_norm) or totals.overflows:
             self.non_finite_steps = 0
             return
-        if self.non_finite_steps == 0:
+        if self.non_finite_steps == 0 and self._setup.job.checkpoint.max_non_finite_steps is not None:
             detail = f"{totals.grad_norm} in step {step.index}, with a loss of {totals.losses / step.samples:g}"
             self.report(WarningEvent("non_finite_gradient", detail, step=step.done))
         self.non_finite_steps += step.merged_steps
