@@ -119,32 +119,13 @@ def test_ranks_in_a_deadlock_are_interrupted_and_the_run_continues(session_jobs:
     assert done.ledger.replaced.num_rows == 0
 
 
-LEAVES_ALONE = """
-import sys
-import torch
-from torch import nn
-import undula
-
-def train(run):
-    model = run.model(nn.Linear(4, 1))
-    run.optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
-    for step in run.steps():
-        for batch in step.batches():
-            step.backward(model(batch["text"][:, :4].float()).mean() * 1e-6)
-        step.update()
-        if step.index == 3 and run.rank == 1:
-            HOW
-
-if __name__ == "__main__":
-    undula.main(train)
-"""
-
-
 @pytest.mark.parametrize("how", ["return", "sys.exit(0)", "sys.exit('done')"])
 def test_a_rank_that_ends_alone_ends_the_job_with_the_reason(session_jobs: Jobs, tmp_path: Path, how: str) -> None:
     """The others would wait for it without end."""
     script = tmp_path / "leaves.py"
-    script.write_text(LEAVES_ALONE.replace("HOW", how))
+    bug = 'if step.index == 3:\n            batch["lable"]'
+    assert bug in SCRIPT
+    script.write_text("import sys\n" + SCRIPT.replace(bug, f"if step.index == 3 and run.rank == 1:\n            {how}"))
     script.with_suffix(".yaml").write_text(
         "name: leaves\ndata: {train: x}\nplan: {virtual_workers: 2, global_batch: 8, max_steps: 8}\n"
     )

@@ -28,7 +28,7 @@ STOP_TIMEOUT_S = 3.0  # a raylet with detached actors would wait far longer, for
 PORTS = range(20_000, 32_768)
 """Ports for processes of a cluster. Ray gives its workers lower ones, and Linux gives higher ones to outgoing connections."""
 MOST_BASE = 20
-"""Maximum length of the path of the folder for temporary files. The path of a socket has at most 107 bytes, of which 85 are added to it."""
+"""Maximum length of the path of the folder for temporary files. With 24, the paths of Ray's sockets exceed the limit of 107 bytes."""
 PROXIES = ("http_proxy", "HTTP_PROXY", "https_proxy", "HTTPS_PROXY", "all_proxy", "ALL_PROXY")
 _PR_SET_PDEATHSIG = 1
 

@@ -138,7 +138,9 @@ class _Tee:
         self._rest = ""
 
     def begin(self, stream: TextIO, publish: Publisher, rank: int) -> None:
-        self._stream, self._publish, self._rank = stream, publish, rank
+        if not isinstance(stream, _Tee):  # otherwise, a block of another thread has not ended
+            self._stream = stream
+        self._publish, self._rank = publish, rank
 
     def write(self, text: str) -> int:
         *lines, self._rest = (self._rest + text).split("\n")
