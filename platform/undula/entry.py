@@ -10,7 +10,7 @@ from undula.config.environment import with_secrets
 from undula.config.job import load_spec, script_of
 from undula.config.yaml_file import Setting
 from undula.driver.connection import private_environment_of_job
-from undula.driver.script import note_begin, run_script
+from undula.driver.script import begin_call, note_begin, run_script
 from undula.driver.training import TrainFunction, end_on_sigterm, train_job
 from undula.errors import SpecError, needs_extra, one_sentence
 from undula.study.load import load_study
@@ -39,6 +39,8 @@ def main(
         trackers: Experiment trackers of your own, beside those of the job. A study does not use them.
     """
     note_begin()
+    if not begin_call(train):
+        return
     end_on_sigterm()
     options = _parser().parse_intermixed_args(argv)
     with one_sentence(), private_environment_of_job():

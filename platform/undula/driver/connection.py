@@ -7,7 +7,7 @@ import os
 import re
 import socket
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
@@ -18,6 +18,8 @@ from undula.data.script.pickling import pickle_modules_by_name
 from undula.elastic.ray import private_environment
 from undula.elastic.ray.ray_logging import stop_error_messages
 from undula.errors import ClusterError, one_line
+from undula.train.run import Run
+from undula.train.script_file import ScriptFile
 
 CONNECT_TIMEOUT_S = 10.0
 """Maximum time in seconds to reach the cluster's address."""
@@ -74,12 +76,18 @@ def private_environment_of_job() -> Iterator[None]:
                 pass  # the end of the connection deletes them
 
 
-def prepare_to_pickle_the_script() -> None:
-    """Send the modules in the script's folder to the workers with the train function, because a worker may not have that folder."""
+def for_workers(train: Callable[[Run], None]) -> Callable[[Run], None]:
+    """Return the script of this process, which workers execute, in place of its train function.
+
+    A train function without a file, such as that of a notebook, is pickled with the modules beside it, because a worker may not have them.
+    """
     pickle_modules_by_name()
+    if script := ScriptFile.of_this_process():
+        return script
     folder = str(Path(sys.argv[0]).resolve().parent)
     real = cache(os.path.realpath)  # cached, because thousands of modules share few folders
     for name, module in list(sys.modules.items()):
         file = getattr(module, "__file__", None)
         if name != "__main__" and file and real(Path(file).parent) == folder:
             ray.cloudpickle.register_pickle_by_value(module)  # type: ignore[no-untyped-call]
+    return train

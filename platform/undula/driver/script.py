@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from undula.errors import UsageError
+from undula.train.script_file import begin_call as begin_call
 
 _has_begun = False
 

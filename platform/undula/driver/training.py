@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 from ray.train import TrainingFailedError
 
 from undula.config.job import JobSpec, LoadedSpec
-from undula.driver.connection import connected, prepare_to_pickle_the_script
+from undula.driver.connection import connected, for_workers
 from undula.driver.launch import LaunchSpec, TrainerName, launch, record_job
 from undula.driver.preflight import Prepared, on_cluster, prepare
 from undula.driver.trackers import Tracking, send_rest
@@ -82,7 +82,7 @@ def _fit(train: TrainFunction, spec: LaunchSpec, store: Store, hub: Any, trainer
         UndulaError: The workers cannot train on a node of the cluster.
         SystemExit: The driver was stopped from outside. An event in the ledger records this.
     """
-    prepare_to_pickle_the_script()
+    train = for_workers(train)
     end_on_sigterm()  # Ray has replaced the handler when it connected
     try:
         launch(train, spec, store, hub, trainer)

@@ -33,6 +33,7 @@ from undula.train.job import Job
 from undula.train.randomness import compute_deterministically
 from undula.train.rehearsal import rehearse
 from undula.train.run import Run
+from undula.train.script_file import ScriptFile, make_ready
 from undula.train.session import GroupSession
 from undula.train.setup import RunSetup
 from undula.train.tracebacks import is_of_collective, keep_traceback
@@ -47,10 +48,19 @@ class JobWorker:
     publish: Publisher
 
     def rehearse(self, device: torch.device) -> bool:
-        """Let torch compile the model before this process joins a group. Return whether the job compiles its model."""
+        """Let torch compile the model before this process joins a group. Return whether the job compiles its model.
+
+        What is compiled is code of one execution of the script, so that all groups then use this one.
+        """
         if self.job.compile:
+            make_ready(self.train, keeps=True)
             rehearse(self.train, self.job, device, self.publish)
         return self.job.compile
+
+    @property
+    def execute_script(self) -> Callable[[], None] | None:
+        """Function that executes the script for the next group; None if the train function does not come from a file."""
+        return self.train.make_ready if isinstance(self.train, ScriptFile) else None
 
     def __call__(self) -> None:
         context = ray.train.get_context()
@@ -62,6 +72,7 @@ class JobWorker:
             device, local_rank = ray.train.torch.get_device(), context.get_local_rank()
             run: Run | None = None
             try:
+                make_ready(self.train)
                 layout = join_layout(rank, world_size, device, local_rank)
                 session = GroupSession(RunSetup.of(self.job, layout, worker, self.publish, _replicas(worker)))
                 run = Run(session)

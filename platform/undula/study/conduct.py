@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
-from undula.driver.connection import connected, prepare_to_pickle_the_script
+from undula.driver.connection import connected, for_workers
 from undula.driver.launch import record_job
 from undula.driver.preflight import check_job, on_cluster
 from undula.errors import FAILED, INTERRUPTED
@@ -67,7 +67,7 @@ def _train(study: Study, train: Callable[[Run], None], fresh: bool) -> None:
         _hub = start_hub(study.store)  # its name keeps out a second driver on this cluster while this handle exists
         refuse_another_driver(study.store)
     study.base = on_cluster(study.base)
-    prepare_to_pickle_the_script()
+    train = for_workers(train)
     if fresh:
         delete_study(study.store)
     study.begin()

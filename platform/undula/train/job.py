@@ -9,6 +9,7 @@ from pydantic import StringConstraints
 from pydantic.dataclasses import dataclass as checked_dataclass
 
 from undula.data.script.indexed import ScriptData
+from undula.data.script.pickling import Pickled
 from undula.data.spec import DataSpec, ValidationSpec
 from undula.errors import STRICT
 from undula.parallel.capabilities import Feature, features_of, refusal
@@ -172,6 +173,10 @@ class Job(JobSettings):
 
     def __post_init__(self) -> None:
         """Do nothing, because the settings were checked when they were loaded."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Classes of the script can be loaded only once a process has executed it.
+        return {**vars(self), "config": Pickled.of(self.config)}
 
     @classmethod
     def of(cls, settings: JobSettings, **others: Any) -> Self:

@@ -10,6 +10,7 @@ def train(run: undula.Run) -> None:
 """
 
 from collections.abc import Callable, Iterator, Mapping
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from undula.data.script.dataset import IndexedDataset, script_data
 from undula.data.script.items import Collate, Items
+from undula.data.script.pickling import unpickled
 from undula.data.stored.maps import SampleFunction
 from undula.errors import UsageError
 from undula.plan.plan import Plan
@@ -39,7 +41,6 @@ class Run:
         session: What stands behind the run.
 
     Attributes:
-        config: Settings of the script.
         base_lr: Learning rate at the peak of the schedule.
         compute: Number format in which the model computes.
         rank: Rank of this process.
@@ -53,11 +54,16 @@ class Run:
 
     def __init__(self, session: Session):
         job = session.job
-        self.config, self.url = job.config, job.run_url
+        self.url = job.run_url
         self.base_lr, self.compute = job.schedule.base_lr, job.precision.compute
         self.rank, self.world_size, self.device = session.rank, session.world_size, session.device
         self._session = session
         self._parts = GivenParts(session)
+
+    @cached_property
+    def config(self) -> Any:
+        """Settings of the script."""
+        return unpickled(self._session.job.config)
 
     @property
     def plan(self) -> Plan:

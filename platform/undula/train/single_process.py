@@ -14,6 +14,7 @@ from undula.recovery.worker_state import LeaveGroup, Request, WorkerState
 from undula.telemetry.messages import Publisher
 from undula.train.job import Job
 from undula.train.run import Run
+from undula.train.script_file import make_ready
 from undula.train.session import GroupSession
 from undula.train.setup import RunSetup
 
@@ -62,6 +63,7 @@ class SingleProcess:
         Raises:
             Exception: Any exception that the script raises.
         """
+        make_ready(self._train)
         with local_world(self.device, self._rank, self._world_size, self._rendezvous):
             layout = join_layout(self._rank, self._world_size, self.device, local_rank=self._rank)
             session = GroupSession(RunSetup.of(self._job, layout, self._worker, self._publish))

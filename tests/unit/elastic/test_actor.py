@@ -138,6 +138,19 @@ def test_a_worker_that_makes_no_progress_is_unusable(monkeypatch: pytest.MonkeyP
         assert worker.leave_group(0.5) == "unusable"
 
 
+def test_a_worker_whose_script_cannot_be_executed_again_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    executions: list[int] = []
+
+    def execute() -> None:
+        executions.append(1)
+        if len(executions) > 1:
+            raise ValueError("'net' is registered already")
+
+    with leaving(monkeypatch, lambda state, is_over: None) as worker:
+        worker._execute_script = execute
+        assert [worker.leave_group(1.0), worker.leave_group(1.0)] == ["left", "unusable"]
+
+
 class Lost:
     """Reference to a train function that cannot be fetched any more."""
 

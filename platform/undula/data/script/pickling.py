@@ -1,18 +1,69 @@
-"""Pickling of functions and datasets of a script, which other processes load without the script's module."""
+"""Pickling of functions, settings and datasets of a script for other processes."""
 
 import copyreg
+import io
+import pickle
 import sys
+from dataclasses import dataclass
 from importlib import import_module
-from types import ModuleType
+from types import FunctionType, ModuleType
 from typing import Any
+
+_has_main = False
+"""Whether the processes that load what this one pickles have the script's module, too, under the name `__main__`."""
+
+
+def pickle_main_by_name() -> None:
+    """Pickle functions and classes of the script's module by name from now on, because other processes have it as well."""
+    global _has_main
+    _has_main = True
 
 
 def dumps(value: Any) -> bytes:
-    """Pickle a value, and functions and classes of the script by value."""
-    from ray import cloudpickle  # some processes that import this module need no Ray
+    """Pickle a value. Functions and classes of the script are pickled by value, unless all processes have its module."""
+    from ray.cloudpickle import Pickler  # some processes that import this module need no Ray
+
+    base: Any = Pickler
+
+    class ScriptPickler(base):  # type: ignore[misc]
+        """Pickler for which the script's module is one that can be imported."""
+
+        def reducer_override(self, value: Any) -> Any:
+            is_of_script = isinstance(value, type | FunctionType) and value.__module__ == "__main__"
+            if _has_main and is_of_script and _named(value.__qualname__) is value:
+                return value.__qualname__
+            return base.reducer_override(self, value)
 
     pickle_modules_by_name()
-    return bytes(cloudpickle.dumps(value))  # type: ignore[no-untyped-call]
+    file = io.BytesIO()
+    pickler: Any = ScriptPickler(file)
+    pickler.dump(value)
+    return file.getvalue()
+
+
+def _named(name: str) -> Any:
+    """Return what the script's module has under a qualified name; None if it has nothing."""
+    value: Any = sys.modules["__main__"]
+    for part in name.split("."):
+        value = getattr(value, part, None)
+    return value
+
+
+@dataclass(frozen=True)
+class Pickled:
+    """A value that is unpickled where it is needed, after the process has executed the script."""
+
+    content: bytes
+
+    @classmethod
+    def of(cls, value: Any) -> "Pickled":
+        """Pickle a value, unless it is one of this class."""
+        return value if isinstance(value, cls) else cls(dumps(value))
+
+
+def unpickled(value: Any) -> Any:
+    """Return the value in a Pickled, and any other value as it is."""
+    return pickle.loads(value.content) if isinstance(value, Pickled) else value
 
 
 def pickle_modules_by_name() -> None:

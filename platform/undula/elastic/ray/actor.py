@@ -90,6 +90,8 @@ class ElasticWorker(RayTrainWorker):
     """RayTrainWorker that can leave its group and join another one."""
 
     _train_fn: KeptFunction | None = None
+    _execute_script: Callable[[], None] | None = None
+    """Function that executes the script for the next group; None if the train function does not come from a file."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -118,6 +120,9 @@ class ElasticWorker(RayTrainWorker):
             if prepare:  # before the script is imported, because it decides how torch computes
                 prepare()
             train_fn = train_fn_ref.get()
+            self._execute_script = getattr(inspect.unwrap(train_fn), "execute_script", None)
+            if self._execute_script:
+                self._execute_script()
             self._keep(train_fn, rehearse_steps(train_fn))
         except ClusterError as error:
             raise ClusterError(f"no worker can train on node {name_of_node()}: {error}") from None
@@ -220,7 +225,22 @@ class ElasticWorker(RayTrainWorker):
             if thread.is_alive():
                 return "busy" if self._state.progress.left_s(timeout_s) > 0 else "unusable"
         is_usable = (runner.get_error() is None or self._state.is_sound) and not self._state.is_spent
-        return "left" if is_usable else "unusable"
+        return "left" if is_usable and self._renew() else "unusable"
+
+    def _renew(self) -> bool:
+        """Execute the script once more for the next group, and return whether this process can do so.
+
+        A script can change its process so that its top level fails a second time. Another process then takes the place of this one.
+        """
+        try:
+            if self._execute_script:
+                self._execute_script()
+        except Exception as error:  # whatever the script raises
+            logging.getLogger("undula").info(
+                "the process is replaced, because the script cannot be executed again: %s", error
+            )
+            return False
+        return True
 
     def kill_process(self, other: ProcessIdentity) -> None:
         """Send SIGKILL to another worker on this machine, because a suspended process does not react to Ray.

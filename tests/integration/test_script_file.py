@@ -1,0 +1,158 @@
+"""Test of a script that workers execute as a file: what stands at its top level holds in each process, in every group."""
+
+import os
+import subprocess
+from pathlib import Path
+
+import torch
+
+from undula.cluster.local import LocalCluster
+
+HELPER = """
+CALLS = []
+SCALE = 1.0
+"""
+SCRIPT = """
+import os
+import signal
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import helper
+import torch
+import torch.nn.functional as F
+import undula
+from torch import nn
+
+torch.set_default_dtype(torch.float64)
+torch.set_float32_matmul_precision("medium")
+torch.backends.cudnn.benchmark = True
+os.environ["MY_SETTING"] = "42"
+F.gelu = F.relu
+MODELS = {}
+executions = []
+
+
+def register(make):
+    MODELS[make.__name__] = make
+    return make
+
+
+@register
+def net():
+    return nn.Linear(4, 1)
+
+
+@dataclass
+class Batch:
+    x: torch.Tensor
+
+    def to(self, device, **more):
+        return Batch(self.x.to(device))
+
+
+class Pair(NamedTuple):
+    rank: int
+    steps: int
+
+
+@dataclass(frozen=True)
+class Settings:
+    folder: str
+
+
+class Rows(torch.utils.data.Dataset):
+    def __len__(self):
+        return 400
+
+    def __getitem__(self, index):
+        return torch.full((4,), index / 400.0)
+
+
+def collate(rows):
+    return Batch(torch.stack(rows))
+
+
+def train(run):
+    assert isinstance(run.config, Settings), type(run.config)
+    helper.CALLS.append(1)
+    executions.append(1)
+    facts = {
+        "dtype": torch.get_default_dtype(),
+        "precision": torch.get_float32_matmul_precision(),
+        "benchmark": torch.backends.cudnn.benchmark,
+        "setting": os.environ["MY_SETTING"],
+        "patched": F.gelu is F.relu,
+        "argv": sys.argv[0].endswith("job.py"),
+        "executions": (len(executions), len(helper.CALLS)),
+    }
+    folder = Path(run.config.folder)
+    run.dataset(Rows(), collate_fn=collate, num_workers=1)
+    model = run.model(MODELS["net"]())
+    run.optimizer(torch.optim.SGD(model.parameters(), lr=run.base_lr))
+    if run.rank == 0 and run.plan.total_steps:
+        with (folder / "facts").open("a") as file:
+            print(sorted((key, str(value)) for key, value in facts.items()), file=file)
+    for step in run.steps():
+        for batch in step.batches():
+            assert isinstance(batch, Batch)
+            step.backward(model(batch.x).square().mean() * helper.SCALE)
+        step.update()
+        pairs = run.gather(Pair(run.rank, step.index))
+        assert all(isinstance(pair, Pair) for pair in pairs), pairs
+        if step.index == 3 and run.rank == run.world_size - 1 and not (folder / "killed").exists():
+            (folder / "killed").touch()
+            signal.raise_signal(signal.SIGKILL)
+    if run.rank == 0:
+        torch.save(model.state_dict(), folder / "model.pt")
+
+
+undula.main(train, Settings)
+"""
+JOB = """
+name: job
+runs: {folder}/runs
+plan: {{global_batch: 40, virtual_workers: 2}}
+schedule: {{base_lr: 0.05}}
+checkpoint: {{every_steps: 2}}
+workers: {{min: 1, max: 2}}
+config: {{folder: {folder}}}
+"""
+
+
+def run_script(cluster: LocalCluster, folder: Path, *overrides: str) -> "subprocess.CompletedProcess[str]":
+    """Run the script in a folder of its own as `python job.py`, from another working directory."""
+    folder.mkdir()
+    (folder / "job.py").write_text(SCRIPT)
+    (folder / "helper.py").write_text(HELPER)
+    (folder / "job.yaml").write_text(JOB.format(folder=folder))
+    env = {**os.environ, **cluster.env, "RAY_ADDRESS": cluster.address}
+    command = [cluster.python, str(folder / "job.py"), *overrides]
+    return subprocess.run(command, env=env, cwd="/", capture_output=True, text=True, timeout=300)
+
+
+def test_the_top_level_of_a_script_holds_in_every_worker_and_group(cluster: LocalCluster, tmp_path: Path) -> None:
+    done = run_script(cluster, tmp_path / "two", "workers.min=2")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert (tmp_path / "two" / "killed").exists()
+    first, *others = (tmp_path / "two" / "facts").read_text().splitlines()
+    assert first == str(
+        [
+            ("argv", "True"),
+            ("benchmark", "True"),
+            ("dtype", "torch.float64"),
+            ("executions", "(1, 1)"),
+            ("patched", "True"),
+            ("precision", "medium"),
+            ("setting", "42"),
+        ]
+    )
+    assert others
+    assert set(others) == {first}  # variables of the script and of modules beside it start anew in each group
+    alone = run_script(cluster, tmp_path / "one", "workers.max=1")
+    assert alone.returncode == 0, alone.stdout + alone.stderr
+    weights = [torch.load(tmp_path / name / "model.pt", weights_only=True) for name in ("two", "one")]
+    assert weights[0]["weight"].dtype == torch.float64
+    torch.testing.assert_close(weights[0], weights[1], rtol=0, atol=1e-12)
