@@ -4,10 +4,10 @@ set variables that libraries read when they are imported."""
 import sys
 from pathlib import Path
 
-from undula.driver.script import run_script
+from undula.driver.script import run_submitted
 from undula.errors import one_sentence
 
 if not sys.flags.safe_path:
     sys.path.pop(0)  # the working directory, which Python puts there because of -m
 with one_sentence():
-    run_script(Path(sys.argv[1]).absolute(), sys.argv[2:])
+    run_submitted(Path(sys.argv[1]).absolute(), sys.argv[2:])

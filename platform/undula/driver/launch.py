@@ -1,6 +1,7 @@
 """Launch of training, for jobs and for trials of studies: the record of the job in its run directory, and the trainer that runs it."""
 
 import json
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -111,6 +112,7 @@ def launch(
     Raises:
         TrainingFailedError: The training failed and cannot continue.
     """
+    os.environ["RAY_CHDIR_TO_TRIAL_DIR"] = "0"  # workers choose their working directory when they execute the script
     publish = HubPublisher(hub)
     worker, on_event = JobWorker(train, spec.job, publish), EventRecorder(store, publish)
     trainer: DataParallelTrainer

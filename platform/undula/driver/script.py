@@ -1,13 +1,16 @@
 """Execution of a job's script in its driver. A script that starts no run would otherwise train there alone, and end as if all were well."""
 
+import os
 import runpy
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from undula.errors import UsageError
-from undula.train.script_file import begin_call as begin_call
+from undula.train.script_call import begin_call as begin_call
 
+FOLDER = "UNDULA_FOLDER"
+"""Environment variable of a submitted job with the path of the script's folder on the machine from which it was submitted."""
 _has_begun = False
 
 
@@ -20,6 +23,21 @@ def note_begin() -> None:
 def has_begun() -> bool:
     """Return whether the script of this process has called an entry point that starts a run."""
     return _has_begun
+
+
+def run_submitted(script: Path, arguments: Sequence[str]) -> None:
+    """Run the script of a submitted job, in the folder from which it was submitted if this machine has it, otherwise in the uploaded copy.
+
+    Raises:
+        UsageError: The script has ended, and has started no run.
+    """
+    here = Path(os.environ.get(FOLDER, script.parent), script.name)
+    if here != script and here.is_file() and here.read_bytes() == script.read_bytes():
+        # The settings are those of the submission, although their file there may have been edited since.
+        files = [str(Path(argument).absolute()) if Path(argument).is_file() else argument for argument in arguments]
+        os.chdir(here.parent)
+        script, arguments = here, files
+    run_script(script, arguments)
 
 
 def run_script(script: Path, arguments: Sequence[str]) -> None:

@@ -15,6 +15,7 @@ from requests import Response
 
 import undula
 from undula.driver.follow import LOST, is_unknown
+from undula.driver.script import FOLDER
 from undula.elastic.ray import private_environment
 from undula.errors import ClusterError, ConnectionLostError, RunError, SpecError, one_line
 from undula.state.defaults import default_runs
@@ -44,13 +45,13 @@ class JobApi(JobSubmissionClient):
         connect_s = UPLOAD_TIMEOUT_S if method == "PUT" else CONNECT_TIMEOUT_S
         return super()._do_request(method, endpoint, timeout=(connect_s, ANSWER_TIMEOUT_S), **options)
 
-    def store(self, variables: Mapping[str, str]) -> dict[str, Any]:
-        """Store variables on the cluster, and return the part of the runtime environment with which the job's processes take them."""
+    def store(self, variables: Mapping[str, str]) -> dict[str, str]:
+        """Store variables on the cluster, and return the environment variables with which the job's processes take them."""
         package = private_environment.new_package()
         response = self._do_request("PUT", f"/api/packages/gcs/{package}", data=private_environment.packed(variables))
         if response.status_code != HTTPStatus.OK:
             self._raise_error(response)
-        return private_environment.runtime_env(package)
+        return private_environment.variables_for(package)
 
 
 def connect(dashboard: str) -> JobApi:
@@ -108,7 +109,7 @@ def start(
             runtime_env={
                 "working_dir": str(script.parent),
                 "py_modules": [str(package)],
-                **(api.store(environment) if environment else {}),
+                "env_vars": {FOLDER: str(script.parent.absolute()), **(api.store(environment) if environment else {})},
             },
         )
     except (*LOST, ValueError, RayError) as error:

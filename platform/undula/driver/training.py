@@ -16,7 +16,7 @@ from undula.driver.trackers import Tracking, send_rest
 from undula.elastic.pure.spec import WorkersSpec
 from undula.elastic.ray.failures import is_superseded, refusal_of, summary, whole_story
 from undula.errors import FAILED, INTERRUPTED, SpecError, StorageError
-from undula.state.directory import delete_run, held
+from undula.state.directory import FILES, delete_run, held
 from undula.state.events import EndEvent, FailEvent, StopEvent, ValidationEvent
 from undula.state.ledger import EventWriter, last_event, read_ledger, steps_done
 from undula.storage import Store
@@ -124,7 +124,9 @@ def _print_result(prepared: Prepared, error: Exception | None) -> None:
         result = "finished" + (f" after {done} of {total} steps ({end.reason})" if end and end.reason else "")
     validation = last_event(ledger.events, ValidationEvent)
     loss = f"validation loss {validation.loss:.4f} at step {validation.step}" if validation else "no validation"
-    print(f"{result}: {loss}\nrun directory: {store.url}\nundula show {store.url}", flush=True)
+    files = store / FILES
+    written = f"files that the script wrote: {files.url}\n" if files.list() else ""
+    print(f"{result}: {loss}\n{written}run directory: {store.url}\nundula show {store.url}", flush=True)
     if error:
         print(f"training failed:\n{whole_story(error)}", file=sys.stderr, flush=True)
 

@@ -37,6 +37,7 @@ from undula.train.script_file import ScriptFile, make_ready
 from undula.train.session import GroupSession
 from undula.train.setup import RunSetup
 from undula.train.tracebacks import is_of_collective, keep_traceback
+from undula.train.work_folder import work_folder
 
 
 @dataclass(frozen=True)
@@ -76,8 +77,13 @@ class JobWorker:
                 layout = join_layout(rank, world_size, device, local_rank)
                 session = GroupSession(RunSetup.of(self.job, layout, worker, self.publish, _replicas(worker)))
                 run = Run(session)
+                files = work_folder()
+                if files:
+                    files.begin(session.setup.store, layout.is_first)
                 self._call(run)
                 session.require_end()
+                if files and layout.is_first:
+                    files.bring(session.setup.store)
             except LeaveGroup:
                 assert run is not None
                 run.hand_over()

@@ -23,6 +23,8 @@ from undula.storage import Store
 JOB_FILE = "job.json"
 STUDY_FILE = "study.json"
 """File in the directory that holds the runs of a study."""
+FILES = "files"
+"""Folder of a run directory with the files that the script has written to its working directory, if no other process sees them there."""
 RAY = "ray"
 """Folder of Ray Train's own files."""
 REPORT = "report.html"
@@ -122,5 +124,5 @@ def delete_run(store: Store) -> None:
         # A damaged record of the former attempts must not matter.
         number = claim_number(store, recorded)
         begin(store, number, Lineage(unrecorded=0), step=0, checkpoints=())
-    for name in (JOB_FILE, LEDGER, CHECKPOINTS, TENSORBOARD, TRACKERS, RAY, REPORT, HEARTBEAT_FILE):
+    for name in (JOB_FILE, LEDGER, CHECKPOINTS, FILES, TENSORBOARD, TRACKERS, RAY, REPORT, HEARTBEAT_FILE):
         store.delete(name)

@@ -24,6 +24,7 @@ from undula.state.pieces import RankState
 from undula.train.attempt import Attempt
 from undula.train.script_state import is_settled
 from undula.train.setup import RunSetup
+from undula.train.work_folder import work_folder
 
 BEST_PAUSES_S = (1.0, 2.0, 4.0, 8.0, 16.0)
 """Pauses in seconds after which the checkpoint of the best state is written again if the storage has failed."""
@@ -123,6 +124,8 @@ class StateSaver:
         self._enter_save()
         self.checkpoints.save(done, self._setup.plan_digest, self._live.held())
         self._worker.owes_save = False
+        if self._setup.layout.is_first and (files := work_folder()):
+            files.bring_along(self._setup.store)
 
     def save_best(self, done: int) -> None:
         """Write the checkpoint of the best state, and wait until it is committed.

@@ -9,55 +9,28 @@ import os
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from secrets import token_hex
 from types import ModuleType
 from typing import Any
 
 import undula
 from undula.data.script.pickling import pickle_main_by_name
 from undula.errors import UsageError
+from undula.train.script_call import OTHER_MAIN, Reached, number_of_calls, up_to_call
+from undula.train.work_folder import Origin, WorkFolder, is_of_ray, own_copy, versions, work_folder, work_in
 
-OTHER_MAIN = "__mp_main__"
-"""Name under which processes of multiprocessing import the script."""
-OWN_VARIABLES = ("CUDA_VISIBLE_DEVICES",)
-"""Environment variables that say which devices a worker has, and that a script cannot change."""
-_calls = 0
-"""Number of calls of `undula.main` in the execution of the script so far."""
-_awaited = 0
-"""Number of the call up to which this process executes a script; 0 if it executes none for a job."""
 _ready: Callable[[Any], None] | None = None
 """Train function of an execution that no group has used yet, or that all groups use."""
 _is_kept = False
 """Whether all groups of this process use the same execution."""
 _written: tempfile.TemporaryDirectory[str] | None = None
-_first_folder = Path.cwd()
-"""Working directory in which this process has started. With a package of Ray's, it is the node's copy of the submitted folder."""
+_first_folder: Path | None = None
+"""Working directory in which this process has started. In a submitted job, it is the node's copy of the submitted folder."""
 _lock = threading.Lock()
-
-
-class _Reached(BaseException):
-    """Ends the execution of a script in a worker where it calls `undula.main`. A script's `except Exception` does not catch it."""
-
-    def __init__(self, train: Callable[[Any], None]):
-        super().__init__()
-        self.train = train
-
-
-def begin_call(train: Callable[[Any], None]) -> bool:
-    """Begin a call of `undula.main`, and return whether the call is to train. It ends the execution of a script in a worker.
-
-    A worker skips calls that the driver has finished. Processes that multiprocessing starts import the script as well, and train nothing.
-    """
-    global _calls
-    _calls += 1
-    if _awaited and _calls == _awaited:
-        raise _Reached(train)
-    imported = sys.modules.get(OTHER_MAIN)
-    return not _awaited and (imported is None or imported.__name__ != OTHER_MAIN)
 
 
 @dataclass(frozen=True)
@@ -66,8 +39,10 @@ class ScriptFile:
 
     folder: str
     """Path of the folder that holds the sources, in the driver."""
-    within: str | None
-    """Path of the folder relative to the driver's working directory; None if it is not below it."""
+    origin: Origin
+    """Working directory of the driver."""
+    token: str
+    """Text that no other submission has."""
     name: str
     """Path of the script relative to the folder."""
     sources: Mapping[str, bytes]
@@ -84,20 +59,20 @@ class ScriptFile:
         path = getattr(main, "__file__", None)
         if path is None or getattr(main, "__spec__", None) is not None or not path.endswith(".py"):
             return None
-        script = Path(path).absolute()
+        script = Path(path).resolve()
         folder = script.parent
         if not script.is_file():
             return None
-        files = {script, *(Path(module.__file__) for module in _modules_of(folder) if module.__file__)}
-        here = Path.cwd()
+        files = {script, *(Path(module.__file__).resolve() for module in _modules_of(folder) if module.__file__)}
         pickle_main_by_name()
         return cls(
             folder=str(folder),
-            within=str(folder.relative_to(here)) if folder.is_relative_to(here) else None,
+            origin=Origin.of_this_process(script),
+            token=token_hex(8),
             name=script.name,
             sources={str(file.relative_to(folder)): file.read_bytes() for file in files},
             argv=tuple(sys.argv[1:]),
-            call=_calls,
+            call=number_of_calls(),
         )
 
     def __call__(self, run: Any) -> None:
@@ -122,7 +97,7 @@ class ScriptFile:
             _is_kept = _is_kept or keeps
 
     def _execute(self) -> Callable[[Any], None]:
-        folder = self._local_folder()
+        folder = self._place()
         for module in _modules_of(folder):
             del sys.modules[module.__name__]
         if sys.path[:1] != [str(folder)]:
@@ -131,14 +106,13 @@ class ScriptFile:
         sys.argv = [path, *self.argv]
         main = ModuleType("__main__")
         vars(main).update(__file__=path, __builtins__=__builtins__, __spec__=None)
-        sys.modules["__main__"] = sys.modules[OTHER_MAIN] = (
-            main  # what processes of multiprocessing send back has the other name
-        )
+        # What processes of multiprocessing send back has the other name.
+        sys.modules["__main__"] = sys.modules[OTHER_MAIN] = main
         pickle_main_by_name()
         try:
-            with _awaiting(self.call):
+            with up_to_call(self.call):
                 exec(compile(self.sources[self.name], path, "exec"), vars(main))
-        except _Reached as reached:
+        except Reached as reached:
             return reached.train
         except SystemExit as end:
             raise UsageError(
@@ -148,20 +122,39 @@ class ScriptFile:
             f"{self.name} has ended in a worker without calling undula.main, which it has called in the driver; call it in every process"
         )
 
-    def _local_folder(self) -> Path:
-        """Return a folder of this node with the sources: the driver's, the copy that Ray has made, or a new one with the sources alone."""
+    def _place(self) -> Path:
+        """Enter the working directory, and return a folder of this node with the sources."""
+        global _first_folder
+        _first_folder = _first_folder or Path.cwd()
+        here, given, origin = work_folder(), Path(self.folder), Path(self.origin.folder)
+        within = os.path.relpath(given, origin)
+        if here is not None and self._is_in(folder := here.path / within):
+            return folder
+        if self.origin.is_here():
+            os.chdir(origin)
+            return given if self._is_in(given) else self._written()
+        if is_of_ray(_first_folder) and self._is_in(_first_folder / within):
+            path, before = own_copy(_first_folder, self.token), versions(_first_folder)
+            folder = path / within
+        else:
+            folder = given if self._is_in(given) else self._written()
+            path = origin if folder == given and origin.is_dir() else folder
+            before = versions(path)
+        work_in(WorkFolder(path, before))
+        return folder
+
+    def _is_in(self, folder: Path) -> bool:
+        return all(_content(folder / name) == content for name, content in self.sources.items())
+
+    def _written(self) -> Path:
+        """Return a folder with the sources alone."""
         global _written
-        if _written is not None:
-            return Path(_written.name)
-        places = [Path(self.folder), *([_first_folder / self.within] if self.within is not None else [])]
-        for place in places:
-            if all(_content(place / name) == content for name, content in self.sources.items()):
-                return place
-        _written = tempfile.TemporaryDirectory(prefix="undula-script-")
-        for name, content in self.sources.items():
-            file = Path(_written.name, name)
-            file.parent.mkdir(parents=True, exist_ok=True)
-            file.write_bytes(content)
+        if _written is None:
+            _written = tempfile.TemporaryDirectory(prefix="undula-script-")
+            for name, content in self.sources.items():
+                file = Path(_written.name, name)
+                file.parent.mkdir(parents=True, exist_ok=True)
+                file.write_bytes(content)
         return Path(_written.name)
 
 
@@ -169,19 +162,6 @@ def make_ready(train: object, keeps: bool = False) -> None:
     """Execute the script of a train function for its next call, or for all that follow if `keeps`."""
     if isinstance(train, ScriptFile):
         train.make_ready(keeps)
-
-
-@contextmanager
-def _awaiting(call: int) -> Iterator[None]:
-    """Execute a script in a block up to a call of `undula.main`."""
-    global _calls, _awaited
-    kept = {name: os.environ[name] for name in OWN_VARIABLES if name in os.environ}
-    _calls, _awaited = 0, call
-    try:
-        yield
-    finally:
-        _awaited = 0
-        os.environ.update(kept)
 
 
 def _content(file: Path) -> bytes | None:
@@ -194,15 +174,13 @@ def _content(file: Path) -> bytes | None:
 def _modules_of(folder: Path) -> list[ModuleType]:
     """Return the imported modules whose files lie in a folder, without installed packages and this one."""
     excluded = (os.path.realpath(Path(undula.__file__).parent), os.path.realpath(sys.prefix))
-    real, root = (
-        cache(os.path.realpath),
-        os.path.realpath(folder),
-    )  # cached, because thousands of modules share few folders
+    root = os.path.realpath(folder)
+    real = cache(os.path.realpath)  # cached, because thousands of modules share few folders
 
     def is_inside(module: ModuleType) -> bool:
         file = getattr(module, "__file__", None)
-        if not isinstance(file, str) or module.__name__ in ("__main__", OTHER_MAIN):
-            return False
+        if not isinstance(file, str) or module.__name__ in ("__main__", OTHER_MAIN) or not Path(file).is_absolute():
+            return False  # modules that torch makes have paths such as `_ops.py`
         place = Path(real(Path(file).parent))
         return (
             place.is_relative_to(root)

@@ -10,20 +10,26 @@ import pytest
 
 from undula.data.script import pickling
 from undula.errors import UsageError
-from undula.train import script_file
+from undula.train import script_call, script_file, work_folder
 from undula.train.script_file import ScriptFile
+from undula.train.work_folder import Origin
 
 
 @pytest.fixture(autouse=True)
 def process_as_before(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Let a test execute scripts in this process as a worker does."""
-    for name in ("__main__", script_file.OTHER_MAIN):
+    for name in ("__main__", script_call.OTHER_MAIN):
         if name in sys.modules:
             monkeypatch.setitem(sys.modules, name, sys.modules[name])
     monkeypatch.setattr(sys, "argv", sys.argv)
     monkeypatch.setattr(sys, "path", list(sys.path))
-    for name in ("_calls", "_awaited", "_ready", "_is_kept", "_written"):
-        monkeypatch.setattr(script_file, name, getattr(script_file, name))
+    monkeypatch.chdir(Path.cwd())  # back to it at the end
+    for module, name in (
+        (script_call, "_calls"),
+        *((script_file, name) for name in ("_ready", "_is_kept", "_written")),
+    ):
+        monkeypatch.setattr(module, name, getattr(module, name))
+    monkeypatch.setattr(work_folder, "_here", None)
     monkeypatch.setattr(pickling, "_has_main", False)
     yield
     for module in [name for name in sys.modules if name.startswith("beside_")]:
@@ -35,7 +41,8 @@ def script(folder: Path, text: str, call: int = 1, **modules: str) -> ScriptFile
     sources = {"job.py": text.encode(), **{f"{name}.py": content.encode() for name, content in modules.items()}}
     for name, content in sources.items():
         (folder / name).write_bytes(content)
-    return ScriptFile(str(folder), None, "job.py", sources, ("--config", "job.yaml"), call)
+    origin = Origin.of_this_process(folder / "job.py")
+    return ScriptFile(str(folder), origin, "token", "job.py", sources, ("--config", "job.yaml"), call)
 
 
 def result(train: ScriptFile) -> Any:

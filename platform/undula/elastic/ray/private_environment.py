@@ -26,14 +26,14 @@ def packed(variables: Mapping[str, str]) -> bytes:
     return json.dumps(dict(variables)).encode()
 
 
-def runtime_env(package: str) -> dict[str, Any]:
-    """Return the part of a job's runtime environment with which its processes take the variables of a package.
+def variables_for(package: str) -> dict[str, str]:
+    """Return the environment variables with which the processes of a job take the variables of a package.
 
     Ray does not run the hook of a job in its supervisor, which starts the driver, unless the variable is set with which it passes the hook
     to other processes.
     """
     variable = import_module("ray._private.ray_constants").WORKER_PROCESS_SETUP_HOOK_ENV_VAR
-    return {"env_vars": {URI: f"gcs://{package}", variable: HOOK}}
+    return {URI: f"gcs://{package}", variable: HOOK}
 
 
 def take() -> None:

@@ -2,6 +2,7 @@
 
 import os
 import subprocess
+import sys
 from pathlib import Path
 
 import torch
@@ -156,3 +157,86 @@ def test_the_top_level_of_a_script_holds_in_every_worker_and_group(cluster: Loca
     weights = [torch.load(tmp_path / name / "model.pt", weights_only=True) for name in ("two", "one")]
     assert weights[0]["weight"].dtype == torch.float64
     torch.testing.assert_close(weights[0], weights[1], rtol=0, atol=1e-12)
+
+
+FILES = """
+import os
+import signal
+from pathlib import Path
+
+import torch
+import undula
+
+
+def train(run):
+    scale = float(Path("inputs/scale.txt").read_text())
+    run.dataset(torch.utils.data.TensorDataset(torch.ones(48, 2)))
+    model = run.model(torch.nn.Linear(2, 1))
+    run.optimizer(torch.optim.SGD(model.parameters(), lr=run.base_lr))
+    for step in run.steps():
+        for (x,) in step.batches():
+            step.backward(model(x * scale).square().mean())
+        step.update()
+        if run.rank == 0 and step.index == 7 and not Path(run.url, "killed").exists():
+            Path(run.url, "killed").touch()
+            signal.raise_signal(signal.SIGKILL)
+        if run.rank == 0:
+            with open("log.txt", "a") as file:
+                print(step.index, file=file)
+    if run.rank == 0:
+        os.makedirs("outputs", exist_ok=True)
+        torch.save(model.state_dict(), "outputs/model.pt")
+        (Path(__file__).parent / "beside.txt").write_text("beside the script")
+
+
+if __name__ == "__main__":
+    undula.main(train)
+"""
+FILES_JOB = """
+name: files
+runs: {runs}
+plan: {{global_batch: 4, virtual_workers: 2}}
+schedule: {{base_lr: 0.05}}
+checkpoint: {{every_steps: 5}}
+workers: {{min: 2, max: 2}}
+"""
+
+
+def job_with_files(folder: Path, runs: Path) -> None:
+    (folder / "inputs").mkdir(parents=True)
+    (folder / "inputs" / "scale.txt").write_text("0.5")
+    (folder / "job.py").write_text(FILES)
+    (folder / "job.yaml").write_text(FILES_JOB.format(runs=runs))
+
+
+def test_a_script_reads_and_writes_in_its_own_folder(cluster: LocalCluster, tmp_path: Path) -> None:
+    job_with_files(tmp_path / "mine", tmp_path / "runs")
+    undula = str(Path(sys.executable).parent / "undula")
+    command = [undula, "run", "mine/job.yaml", "--address", cluster.dashboard]
+    env = {**os.environ, **cluster.env}
+    done = subprocess.run(command, env=env, cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert (tmp_path / "mine" / "outputs" / "model.pt").exists()
+    assert (tmp_path / "mine" / "beside.txt").exists()
+    assert len((tmp_path / "mine" / "log.txt").read_text().split()) >= 11
+    assert not (tmp_path / "runs" / "files" / "files").exists()
+
+
+def test_files_of_a_script_that_exists_only_as_a_copy_reach_the_run(cluster: LocalCluster, tmp_path: Path) -> None:
+    job_with_files(tmp_path / "gone", tmp_path / "runs")
+    ray = str(Path(sys.executable).parent / "ray")
+    command = [ray, "job", "submit", "--address", cluster.dashboard, "--working-dir", str(tmp_path / "gone"), "--"]
+    env = {**os.environ, **cluster.env}
+    done = subprocess.run(
+        [*command, "python", "job.py"], env=env, cwd=tmp_path, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    files = tmp_path / "runs" / "files" / "files"
+    assert f"files that the script wrote: {files}" in done.stdout
+    names = {str(file.relative_to(files)) for file in files.rglob("*") if file.is_file()}
+    assert names == {"log.txt", "outputs/model.pt", "beside.txt"}
+    # The process that took the place of the lost one has continued the file of the last checkpoint.
+    steps = [int(line) for line in (files / "log.txt").read_text().split()]
+    assert steps[:5] == [0, 1, 2, 3, 4]
+    assert steps[-1] == 11
+    assert not (tmp_path / "gone" / "log.txt").exists()

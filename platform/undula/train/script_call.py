@@ -1,0 +1,55 @@
+"""Calls of `undula.main` by a script: the driver trains in them, and a worker executes the script up to the one that the driver trains."""
+
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+OTHER_MAIN = "__mp_main__"
+"""Name under which processes of multiprocessing import the script."""
+OWN_VARIABLES = ("CUDA_VISIBLE_DEVICES",)
+"""Environment variables that say which devices a worker has, and that a script cannot change."""
+_calls = 0
+"""Number of calls in the execution of the script so far."""
+_awaited = 0
+"""Number of the call up to which this process executes a script; 0 if it executes none for a job."""
+
+
+class Reached(BaseException):
+    """Ends the execution of a script in a worker where it calls `undula.main`. A script's `except Exception` does not catch it."""
+
+    def __init__(self, train: Callable[[Any], None]):
+        super().__init__()
+        self.train = train
+
+
+def begin_call(train: Callable[[Any], None]) -> bool:
+    """Begin a call of `undula.main`, and return whether the call is to train. It ends the execution of a script in a worker.
+
+    A worker skips calls that the driver has finished. Processes that multiprocessing starts import the script as well, and train nothing.
+    """
+    global _calls
+    _calls += 1
+    if _awaited and _calls == _awaited:
+        raise Reached(train)
+    imported = sys.modules.get(OTHER_MAIN)
+    return not _awaited and (imported is None or imported.__name__ != OTHER_MAIN)
+
+
+def number_of_calls() -> int:
+    """Return the number of calls so far."""
+    return _calls
+
+
+@contextmanager
+def up_to_call(number: int) -> Iterator[None]:
+    """Execute a script in a block up to a call, counted from 1."""
+    global _calls, _awaited
+    kept = {name: os.environ[name] for name in OWN_VARIABLES if name in os.environ}
+    _calls, _awaited = 0, number
+    try:
+        yield
+    finally:
+        _awaited = 0
+        os.environ.update(kept)

@@ -1,0 +1,147 @@
+"""Working directory of a worker: that of the driver where the worker sees it, and otherwise one of its own, whose files reach the run."""
+
+import os
+import shutil
+import tempfile
+from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from undula.state.directory import FILES
+from undula.state.processes import own_identity
+from undula.storage import Store
+
+Versions = Mapping[str, tuple[int, int]]
+"""Size in bytes and time of the last change in ns of files, by path relative to a folder."""
+COPIES = "working_dir_files"
+"""Name of the folder in which Ray keeps the copies of working directories (ray/_private/runtime_env/working_dir.py)."""
+_thread = ThreadPoolExecutor(1, "undula-files")
+_here: "WorkFolder | None" = None
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Working directory of the driver, and what a process needs to know whether it sees the same one."""
+
+    folder: str
+    machine: str
+    """Machine and process namespace of the driver."""
+    script: str
+    identity: tuple[int, int]
+    """Number of the script's inode and the time of its last change, which no copy of the file has, but each mount of its file system."""
+
+    @classmethod
+    def of_this_process(cls, script: Path) -> "Origin":
+        """Return the working directory of this process, which is the driver."""
+        return cls(str(Path.cwd()), own_identity().namespace, str(script), _identity(script))
+
+    def is_here(self) -> bool:
+        """Return whether this process sees the driver's files."""
+        folder = Path(self.folder)
+        if is_of_ray(folder) or not folder.is_dir():  # what a script writes to a copy of Ray's ends with the job
+            return False
+        if self.machine and self.machine == own_identity().namespace:
+            return True
+        try:
+            return _identity(Path(self.script)) == self.identity
+        except OSError:
+            return False
+
+
+@dataclass
+class WorkFolder:
+    """Working directory of a worker that does not see the driver's. What rank 0 writes there is brought to the run directory.
+
+    Args:
+        path: The working directory.
+        before: Files that the script has not written.
+    """
+
+    path: Path
+    before: Versions
+    _brought: dict[str, tuple[int, int]] = field(default_factory=dict)
+    _is_newest: bool = False
+    """Whether this process has written the newest files of the run."""
+    _bringing: "Future[None] | None" = None
+
+    def begin(self, store: Store, is_first: bool) -> None:
+        """Begin a group. Rank 0 fetches what another process has brought to the run directory."""
+        if is_first and not self._is_newest:
+            for entry in (store / FILES).list():
+                file = self.path / entry.name
+                file.parent.mkdir(parents=True, exist_ok=True)
+                with file.open("wb") as target:
+                    for chunk in (store / FILES).read_chunks(entry.name):
+                        target.write(chunk)
+            self._brought = {}
+        self._is_newest = is_first
+
+    def bring_along(self, store: Store) -> None:
+        """Begin to bring what was written to the run directory, unless this process still does so. The next call repeats what fails."""
+        if self._bringing is None or self._bringing.done():
+            self._bringing = _thread.submit(self._bring, store)
+
+    def bring(self, store: Store) -> None:
+        """Bring what was written to the run directory.
+
+        Raises:
+            StorageError: A file could not be written there.
+        """
+        if self._bringing is not None:
+            wait([self._bringing])
+        self._bring(store)
+
+    def _bring(self, store: Store) -> None:
+        for name, version in versions(self.path).items():
+            if version not in (self.before.get(name), self._brought.get(name)):
+                (store / FILES).write(name, (self.path / name).read_bytes())
+                self._brought[name] = version
+
+
+def is_of_ray(folder: Path) -> bool:
+    """Return whether a folder is a copy of a job's files that Ray has made, or lies in one."""
+    return COPIES in folder.parts
+
+
+def work_in(folder: WorkFolder) -> None:
+    """Enter a working directory."""
+    global _here
+    _here = folder
+    os.chdir(folder.path)
+
+
+def work_folder() -> WorkFolder | None:
+    """Return the working directory of this process; None if it is the driver's, or if this process executes no script."""
+    return _here
+
+
+def versions(folder: Path) -> Versions:
+    """Return the versions of the files in a folder, without those that Python keeps for itself."""
+    found = {}
+    for place, folders, names in os.walk(folder):
+        folders[:] = [name for name in folders if name != "__pycache__"]
+        for name in names:
+            file = Path(place, name)
+            if file.is_file() and not file.is_symlink():
+                state = file.stat()
+                found[str(file.relative_to(folder))] = (state.st_size, state.st_mtime_ns)
+    return found
+
+
+def own_copy(folder: Path, token: str) -> Path:
+    """Return a copy of a folder for the workers of a run on this node, which other runs with the same files do not change."""
+    copy = Path(tempfile.gettempdir(), f"undula-{token}")
+    if not copy.exists():
+        part = tempfile.mkdtemp(prefix=f"undula-{token}-")
+        shutil.copytree(folder, part, symlinks=True, dirs_exist_ok=True)
+        try:
+            Path(part).rename(copy)
+        except OSError:  # another worker was faster
+            shutil.rmtree(part)
+    return copy
+
+
+def _identity(file: Path) -> tuple[int, int]:
+    state = file.stat()
+    return state.st_ino, state.st_ctime_ns
