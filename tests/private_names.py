@@ -24,6 +24,9 @@ ALLOWED: Mapping[str, Mapping[str, str]] = {
     "numpy 2.4": {
         "numpy.random.mtrand._rand": "data.script.generators",
     },
+    "python 3.11": {
+        "_inheriting": "train.script_call",
+    },
     "pytorch-lightning 2.6": {
         "_current_fx_name": "adapters.lightning.hooks",
         "core.optimizer:_configure_optimizers": "adapters.lightning.library",

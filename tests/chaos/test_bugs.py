@@ -50,16 +50,14 @@ def test_a_bug_ends_the_job_at_once_with_its_traceback(session_jobs: Jobs, tmp_p
 
 
 LOST_IMPORT = """
+import ray
 import undula
 
-class OnlyHere:
-    def __reduce__(self):
-        return __import__, ("a_module_that_no_worker_has",)
-
-only_here = OnlyHere()
+if ray.is_initialized():  # in a worker, but not yet in the driver
+    import a_module_that_no_worker_has
 
 def train(run):
-    print(only_here)
+    pass
 
 if __name__ == "__main__":
     undula.main(train)

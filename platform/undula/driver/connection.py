@@ -9,12 +9,11 @@ import socket
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from functools import cache
 from pathlib import Path
 
 import ray
 
-from undula.data.script.pickling import pickle_modules_by_name
+from undula.data.script.pickling import modules_of, pickle_modules_by_name
 from undula.elastic.ray import private_environment
 from undula.elastic.ray.ray_logging import stop_error_messages
 from undula.errors import ClusterError, one_line
@@ -84,10 +83,6 @@ def for_workers(train: Callable[[Run], None]) -> Callable[[Run], None]:
     pickle_modules_by_name()
     if script := ScriptFile.of_this_process():
         return script
-    folder = str(Path(sys.argv[0]).resolve().parent)
-    real = cache(os.path.realpath)  # cached, because thousands of modules share few folders
-    for name, module in list(sys.modules.items()):
-        file = getattr(module, "__file__", None)
-        if name != "__main__" and file and real(Path(file).parent) == folder:
-            ray.cloudpickle.register_pickle_by_value(module)  # type: ignore[no-untyped-call]
+    for module in modules_of(Path(sys.argv[0]).resolve().parent):
+        ray.cloudpickle.register_pickle_by_value(module)  # type: ignore[no-untyped-call]
     return train

@@ -32,11 +32,14 @@ def run_submitted(script: Path, arguments: Sequence[str]) -> None:
         UsageError: The script has ended, and has started no run.
     """
     here = Path(os.environ.get(FOLDER, script.parent), script.name)
-    if here != script and here.is_file() and here.read_bytes() == script.read_bytes():
-        # The settings are those of the submission, although their file there may have been edited since.
-        files = [str(Path(argument).absolute()) if Path(argument).is_file() else argument for argument in arguments]
-        os.chdir(here.parent)
-        script, arguments = here, files
+    if here.is_file() and here.read_bytes() == script.read_bytes():
+        # The settings are those of the submission, although their file here may have been edited since.
+        settings = [script.parent / argument for argument in arguments]
+        arguments = [
+            str(file) if file.is_file() else argument for file, argument in zip(settings, arguments, strict=True)
+        ]
+        script = here
+        os.chdir(script.parent)
     run_script(script, arguments)
 
 

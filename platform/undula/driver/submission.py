@@ -189,7 +189,7 @@ def _run_here(submission: Submission, dashboard: str, screen: LiveScreen) -> int
     from undula.driver import follow, submit  # these import Ray, which reads the token from the environment
 
     api = submit.connect(dashboard)
-    _start(api, job := submit.new_job(), submission)
+    _start(api, job := submit.new_job(), submission, is_here=True)
     try:
         return _ended(submission, follow.follow_to_the_end(api, job, screen.show), screen)
     except (KeyboardInterrupt, SystemExit):
@@ -248,10 +248,10 @@ def _run_on_cluster(submission: Submission, dashboard: str, option: str, screen:
         submission, job = submission.again(), submit.new_job()
 
 
-def _start(api: "JobApi", job: str, submission: Submission) -> None:
+def _start(api: "JobApi", job: str, submission: Submission, is_here: bool = False) -> None:
     from undula.driver import submit
 
-    submit.start(api, job, submission.url, submission.script, submission.arguments, submission.environment)
+    submit.start(api, job, submission.url, submission.script, submission.arguments, submission.environment, is_here)
 
 
 def _ended(submission: Submission, details: "JobDetails | None", screen: LiveScreen) -> int:

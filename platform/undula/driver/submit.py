@@ -3,11 +3,14 @@
 import logging
 import shlex
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from http import HTTPStatus
+from io import BytesIO
 from pathlib import Path
 from secrets import token_hex
 from typing import Any
+from zipfile import ZipFile
 
 from ray.exceptions import RayError
 from ray.job_submission import JobDetails, JobStatus, JobSubmissionClient
@@ -32,6 +35,8 @@ UPLOAD_TIMEOUT_S = 600.0
 """Maximum time in seconds to upload a package."""
 AGENT_TIMEOUT_S = 120.0
 """Maximum time in seconds to wait until the head of a cluster that has just started accepts jobs."""
+MOST_PACKAGE_BYTES = 100 * 2**20
+"""Maximum size of a package that a head accepts, in bytes (DASHBOARD_CLIENT_MAX_SIZE in ray/_private/ray_constants.py)."""
 NO_AGENT = "No available agent to submit job"
 """Answer of Ray's job API on a head whose agent, which starts the jobs, is not ready (dashboard/modules/job/job_head.py)."""
 
@@ -40,7 +45,13 @@ class JobApi(JobSubmissionClient):
     """Client of a cluster's job API that waits for no answer forever and can store the environment variables of a job."""
 
     def _do_request(self, method: str, endpoint: str, **options: Any) -> Response:
-        """Send a request with time limits. Ray's own requests would wait forever for a head that has vanished without a word."""
+        """Send a request with time limits. Ray's own requests would wait forever for a head that has vanished without a word.
+
+        Raises:
+            SpecError: A package is larger than the head accepts.
+        """
+        if len(options.get("data") or b"") > MOST_PACKAGE_BYTES:
+            raise SpecError(_too_large(options["data"]))
         # While a request is sent, the limit for connecting applies to all of its content.
         connect_s = UPLOAD_TIMEOUT_S if method == "PUT" else CONNECT_TIMEOUT_S
         return super()._do_request(method, endpoint, timeout=(connect_s, ANSWER_TIMEOUT_S), **options)
@@ -52,6 +63,20 @@ class JobApi(JobSubmissionClient):
         if response.status_code != HTTPStatus.OK:
             self._raise_error(response)
         return private_environment.variables_for(package)
+
+
+def _too_large(package: bytes) -> str:
+    """Return why the package of a script's folder cannot be uploaded, with its largest parts."""
+    sizes: Counter[str] = Counter()
+    with ZipFile(BytesIO(package)) as archive:
+        for entry in archive.infolist():
+            sizes[entry.filename.partition("/")[0]] += entry.compress_size
+    parts = ", ".join(f"{name} ({size / 2**20:.0f} MiB)" for name, size in sizes.most_common(3))
+    return (
+        f"the folder of the script has {len(package) / 2**20:.0f} MiB when it is packed, and a cluster accepts "
+        f"{MOST_PACKAGE_BYTES >> 20} MiB; move the largest parts, {parts}, to s3:// or a shared file system, or name them in a file "
+        ".rayignore beside the script"
+    )
 
 
 def connect(dashboard: str) -> JobApi:
@@ -79,7 +104,13 @@ def new_job() -> str:
 
 
 def start(
-    api: JobApi, job: str, run: str, script: Path, arguments: Sequence[str], environment: Mapping[str, str]
+    api: JobApi,
+    job: str,
+    run: str,
+    script: Path,
+    arguments: Sequence[str],
+    environment: Mapping[str, str],
+    is_here: bool = False,
 ) -> None:
     """Run a script on the cluster as the driver of a job. The script's folder and this package are uploaded for it.
 
@@ -92,24 +123,28 @@ def start(
         script: Path of the script; it can import files beside it.
         arguments: Arguments of the script.
         environment: Environment variables of the job's processes.
+        is_here: Whether the cluster has no other machine than this one, so that nothing needs to be uploaded.
 
     Raises:
+        SpecError: The script's folder is too large to be uploaded.
         ClusterError: The cluster does not accept the job.
         ConnectionLostError: The cluster has not answered. It may have started the job.
     """
-    package = Path(undula.__file__).parent
+    script = script.absolute()
+    uploaded = {"working_dir": str(script.parent), "py_modules": [str(Path(undula.__file__).parent)]}
     try:
         if not is_unknown(api, job):
             return
         _submit(
             api,
             submission_id=job,
-            entrypoint=shlex.join(["python", "-u", "-m", "undula.driver", script.name, *arguments]),
+            entrypoint=shlex.join(
+                ["python", "-u", "-m", "undula.driver", str(script) if is_here else script.name, *arguments]
+            ),
             metadata={RUN: directory(run)},
             runtime_env={
-                "working_dir": str(script.parent),
-                "py_modules": [str(package)],
-                "env_vars": {FOLDER: str(script.parent.absolute()), **(api.store(environment) if environment else {})},
+                **({} if is_here else uploaded),
+                "env_vars": {FOLDER: str(script.parent), **(api.store(environment) if environment else {})},
             },
         )
     except (*LOST, ValueError, RayError) as error:

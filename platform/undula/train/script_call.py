@@ -1,7 +1,7 @@
 """Calls of `undula.main` by a script: the driver trains in them, and a worker executes the script up to the one that the driver trains."""
 
+import multiprocessing
 import os
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -33,8 +33,10 @@ def begin_call(train: Callable[[Any], None]) -> bool:
     _calls += 1
     if _awaited and _calls == _awaited:
         raise Reached(train)
-    imported = sys.modules.get(OTHER_MAIN)
-    return not _awaited and (imported is None or imported.__name__ != OTHER_MAIN)
+    is_imported = getattr(
+        multiprocessing.current_process(), "_inheriting", False
+    )  # until the process has imported the script
+    return not _awaited and not is_imported
 
 
 def number_of_calls() -> int:

@@ -11,14 +11,12 @@ import tempfile
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 from secrets import token_hex
 from types import ModuleType
 from typing import Any
 
-import undula
-from undula.data.script.pickling import pickle_main_by_name
+from undula.data.script.pickling import modules_of, pickle_main_by_name
 from undula.errors import UsageError
 from undula.train.script_call import OTHER_MAIN, Reached, number_of_calls, up_to_call
 from undula.train.work_folder import Origin, WorkFolder, is_of_ray, own_copy, versions, work_folder, work_in
@@ -63,8 +61,8 @@ class ScriptFile:
         folder = script.parent
         if not script.is_file():
             return None
-        files = {script, *(Path(module.__file__).resolve() for module in _modules_of(folder) if module.__file__)}
-        pickle_main_by_name()
+        files = {script, *(Path(module.__file__).resolve() for module in modules_of(folder) if module.__file__)}
+        pickle_main_by_name(folder)
         return cls(
             folder=str(folder),
             origin=Origin.of_this_process(script),
@@ -98,7 +96,7 @@ class ScriptFile:
 
     def _execute(self) -> Callable[[Any], None]:
         folder = self._place()
-        for module in _modules_of(folder):
+        for module in modules_of(folder):
             del sys.modules[module.__name__]
         if sys.path[:1] != [str(folder)]:
             sys.path.insert(0, str(folder))
@@ -108,7 +106,7 @@ class ScriptFile:
         vars(main).update(__file__=path, __builtins__=__builtins__, __spec__=None)
         # What processes of multiprocessing send back has the other name.
         sys.modules["__main__"] = sys.modules[OTHER_MAIN] = main
-        pickle_main_by_name()
+        pickle_main_by_name(folder)
         try:
             with up_to_call(self.call):
                 exec(compile(self.sources[self.name], path, "exec"), vars(main))
@@ -147,7 +145,7 @@ class ScriptFile:
         return all(_content(folder / name) == content for name, content in self.sources.items())
 
     def _written(self) -> Path:
-        """Return a folder with the sources alone."""
+        """Return a folder with the sources alone, and links to what lies beside them on this node."""
         global _written
         if _written is None:
             _written = tempfile.TemporaryDirectory(prefix="undula-script-")
@@ -155,6 +153,8 @@ class ScriptFile:
                 file = Path(_written.name, name)
                 file.parent.mkdir(parents=True, exist_ok=True)
                 file.write_bytes(content)
+            for name in {str(Path(name).parent) for name in self.sources}:
+                _link_others(Path(self.folder, name), Path(_written.name, name))
         return Path(_written.name)
 
 
@@ -164,28 +164,14 @@ def make_ready(train: object, keeps: bool = False) -> None:
         train.make_ready(keeps)
 
 
+def _link_others(source: Path, target: Path) -> None:
+    for entry in source.iterdir() if source.is_dir() else ():
+        if not (target / entry.name).exists():
+            (target / entry.name).symlink_to(entry)
+
+
 def _content(file: Path) -> bytes | None:
     try:
         return file.read_bytes()
     except OSError:
         return None
-
-
-def _modules_of(folder: Path) -> list[ModuleType]:
-    """Return the imported modules whose files lie in a folder, without installed packages and this one."""
-    excluded = (os.path.realpath(Path(undula.__file__).parent), os.path.realpath(sys.prefix))
-    root = os.path.realpath(folder)
-    real = cache(os.path.realpath)  # cached, because thousands of modules share few folders
-
-    def is_inside(module: ModuleType) -> bool:
-        file = getattr(module, "__file__", None)
-        if not isinstance(file, str) or module.__name__ in ("__main__", OTHER_MAIN) or not Path(file).is_absolute():
-            return False  # modules that torch makes have paths such as `_ops.py`
-        place = Path(real(Path(file).parent))
-        return (
-            place.is_relative_to(root)
-            and not {"site-packages", "dist-packages"} & set(place.parts)
-            and not any(place.is_relative_to(other) for other in excluded)
-        )
-
-    return [module for module in list(sys.modules.values()) if is_inside(module)]

@@ -1,5 +1,7 @@
 """Tests of the search for the jobs of a run on a cluster that others use too, and of a submission whose answer is lost."""
 
+import io
+import zipfile
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -10,7 +12,7 @@ import requests
 from ray.job_submission import JobDetails, JobStatus, JobType
 
 from undula.driver import submit
-from undula.errors import ClusterError, ConnectionLostError, RunError
+from undula.errors import ClusterError, ConnectionLostError, RunError, SpecError
 
 MINE, OTHERS = "/home/me/undula/runs", "s3://team/runs"
 
@@ -132,3 +134,17 @@ def test_a_job_is_submitted_again_while_the_head_is_not_ready() -> None:
     started(api)
     assert [job.submission_id for job in api.jobs] == ["raysubmit_1"]
     assert len(api.posted) == 3
+
+
+def test_a_folder_that_no_cluster_accepts_is_refused_with_its_largest_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    content = io.BytesIO()
+    with zipfile.ZipFile(content, "w") as package:
+        package.writestr("weights/a.bin", bytes(2**20))
+        package.writestr("weights/b.bin", bytes(2**20))
+        package.writestr("notes.txt", "small")
+    monkeypatch.setattr(submit, "MOST_PACKAGE_BYTES", 2**20)
+    api = submit.JobApi.__new__(submit.JobApi)
+    with pytest.raises(
+        SpecError, match=r"has 2 MiB when it is packed, and a cluster accepts 1 MiB; .* weights \(2 MiB\), notes.txt"
+    ):
+        api._do_request("PUT", "/api/packages/gcs/a.zip", data=content.getvalue())

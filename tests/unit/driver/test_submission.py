@@ -41,7 +41,9 @@ def test_a_lost_job_is_submitted_again_and_does_not_start_over(
     followed, submitted, ids = iter([None, None, ended]), [], set()
     answers = iter([None, ClusterError("the answer was lost"), None, None])
 
-    def start(api: object, job: str, run: str, script: Path, arguments: Any, environment: object) -> None:
+    def start(
+        api: object, job: str, run: str, script: Path, arguments: Any, environment: object, is_here: bool
+    ) -> None:
         submitted.append("--fresh" in arguments)
         ids.add(job)
         if error := next(answers):

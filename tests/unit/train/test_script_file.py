@@ -30,7 +30,7 @@ def process_as_before(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     ):
         monkeypatch.setattr(module, name, getattr(module, name))
     monkeypatch.setattr(work_folder, "_here", None)
-    monkeypatch.setattr(pickling, "_has_main", False)
+    monkeypatch.setattr(pickling, "_folder", None)
     yield
     for module in [name for name in sys.modules if name.startswith("beside_")]:
         del sys.modules[module]

@@ -2,21 +2,30 @@
 
 import copyreg
 import io
+import os
 import pickle
 import sys
 from dataclasses import dataclass
+from functools import cache
 from importlib import import_module
+from pathlib import Path
 from types import FunctionType, ModuleType
 from typing import Any
 
-_has_main = False
-"""Whether the processes that load what this one pickles have the script's module, too, under the name `__main__`."""
+import undula
+
+_folder: Path | None = None
+"""Folder of the script, if the processes that load what this one pickles have the script's module, too, under the name `__main__`."""
 
 
-def pickle_main_by_name() -> None:
-    """Pickle functions and classes of the script's module by name from now on, because other processes have it as well."""
-    global _has_main
-    _has_main = True
+def pickle_main_by_name(folder: Path) -> None:
+    """Pickle functions and classes of the script's module by name from now on, because other processes have it as well.
+
+    Args:
+        folder: Folder of the script.
+    """
+    global _folder
+    _folder = folder
 
 
 def dumps(value: Any) -> bytes:
@@ -30,7 +39,7 @@ def dumps(value: Any) -> bytes:
 
         def reducer_override(self, value: Any) -> Any:
             is_of_script = isinstance(value, type | FunctionType) and value.__module__ == "__main__"
-            if _has_main and is_of_script and _named(value.__qualname__) is value:
+            if _folder and is_of_script and _named(value.__qualname__) is value:
                 return value.__qualname__
             return base.reducer_override(self, value)
 
@@ -39,6 +48,41 @@ def dumps(value: Any) -> bytes:
     pickler: Any = ScriptPickler(file)
     pickler.dump(value)
     return file.getvalue()
+
+
+def dumps_by_value(value: Any) -> bytes:
+    """Pickle a value for a process that has neither the script nor the modules beside it, such as a task of Ray Data."""
+    from ray import cloudpickle
+
+    modules: Any = modules_of(_folder) if _folder else []
+    for module in modules:
+        cloudpickle.register_pickle_by_value(module)  # type: ignore[no-untyped-call]
+    try:
+        pickle_modules_by_name()
+        return bytes(cloudpickle.dumps(value))  # type: ignore[no-untyped-call]
+    finally:
+        for module in modules:
+            cloudpickle.unregister_pickle_by_value(module)  # type: ignore[no-untyped-call]
+
+
+def modules_of(folder: Path) -> list[ModuleType]:
+    """Return the imported modules whose files lie in a folder, without installed packages and this one."""
+    excluded = (os.path.realpath(Path(undula.__file__).parent), os.path.realpath(sys.prefix))
+    root = os.path.realpath(folder)
+    real = cache(os.path.realpath)  # cached, because thousands of modules share few folders
+
+    def is_inside(module: ModuleType) -> bool:
+        file = getattr(module, "__file__", None)
+        if not isinstance(file, str) or module.__name__ in ("__main__", "__mp_main__") or not Path(file).is_absolute():
+            return False  # modules that torch makes have paths such as `_ops.py`
+        place = Path(real(Path(file).parent))
+        return (
+            place.is_relative_to(root)
+            and not {"site-packages", "dist-packages"} & set(place.parts)
+            and not any(place.is_relative_to(other) for other in excluded)
+        )
+
+    return [module for module in list(sys.modules.values()) if is_inside(module)]
 
 
 def _named(name: str) -> Any:

@@ -1,5 +1,6 @@
 """Transforms of single samples. They run where the rows are read, and their results do not depend on the world size."""
 
+import pickle
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
@@ -10,6 +11,7 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
+from undula.data.script.pickling import dumps_by_value
 from undula.data.stored.manifest import ID_COLUMN, NUMBER_TYPES, TEXT_TYPES, Column
 from undula.errors import UsageError
 from undula.plan.keys import subkeys
@@ -39,6 +41,9 @@ class SampleMap:
     result: tuple[Column, ...]
     """Columns that the function must return for every sample. They are known before any row is read, because the columns of a batch
     would otherwise depend on which samples a process has read first."""
+
+    def __reduce__(self) -> tuple[Callable[[bytes], "SampleMap"], tuple[bytes]]:
+        return _loaded, (dumps_by_value(tuple(vars(self).values())),)
 
     def __call__(self, table: pa.Table, columns: tuple[Column, ...]) -> pa.Table:
         """Return the table of the transformed rows and their ids.
@@ -71,6 +76,10 @@ class SampleMap:
                 values[place] = value  # a copy: the function may use the memory again for the next sample
         arrays = [_array(column, values) for column, _, values in made]
         return pa.Table.from_arrays([*arrays, rows[ID_COLUMN]], schema=schema)
+
+
+def _loaded(content: bytes) -> SampleMap:
+    return SampleMap(*pickle.loads(content))
 
 
 def result_columns(
