@@ -18,6 +18,7 @@ from requests import Response
 
 import undula
 from undula.driver.follow import LOST, is_unknown
+from undula.driver.project import project_modules
 from undula.driver.script import FOLDER
 from undula.elastic.ray import private_environment
 from undula.errors import ClusterError, ConnectionLostError, RunError, SpecError, one_line
@@ -131,7 +132,10 @@ def start(
         ConnectionLostError: The cluster has not answered. It may have started the job.
     """
     script = script.absolute()
-    uploaded = {"working_dir": str(script.parent), "py_modules": [str(Path(undula.__file__).parent)]}
+    modules = [*([] if is_here else [Path(undula.__file__).parent]), *project_modules(script)]
+    uploaded: dict[str, Any] = {} if is_here else {"working_dir": str(script.parent)}
+    if modules:
+        uploaded["py_modules"] = [str(module) for module in modules]
     try:
         if not is_unknown(api, job):
             return
@@ -143,7 +147,7 @@ def start(
             ),
             metadata={RUN: directory(run)},
             runtime_env={
-                **({} if is_here else uploaded),
+                **uploaded,
                 "env_vars": {FOLDER: str(script.parent), **(api.store(environment) if environment else {})},
             },
         )

@@ -97,3 +97,17 @@ def _partly_sharded(rank: int, world_size: int) -> None:
     fully_shard(module, ignored_params={module[0].bias})
     with pytest.raises(UsageError, match=r"parameter '0\.bias' is not sharded"):
         placed(module, rank, world_size, virtual_workers=1)
+
+
+def test_weights_that_depend_on_the_number_of_workers_are_refused() -> None:
+    on_ranks(2, _made_after_sharding)
+
+
+def _made_after_sharding(rank: int, world_size: int) -> None:
+    with torch.device("meta"):
+        module = nn.Sequential(nn.Linear(16, 8))
+    fully_shard(module)
+    module.to_empty(device="cpu")
+    module[0].reset_parameters()
+    with pytest.raises(UsageError, match="each rank has drawn its shards like a model of its own"):
+        placed(module, rank, world_size, virtual_workers=1)

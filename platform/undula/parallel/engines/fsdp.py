@@ -5,6 +5,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.graph import Node
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
@@ -12,6 +13,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from undula.errors import UsageError
 from undula.parallel.capabilities import FSDP
 from undula.parallel.engines.engine import Engine
+from undula.parallel.layout import Layout
 from undula.plan.plan import MicroBatch
 from undula.state.pieces import is_sharded_tensor
 
@@ -25,7 +27,8 @@ class FSDPEngine(Engine):
         """Accept the module without copying weights between ranks: each rank has initialized its shards from the run's seed.
 
         Raises:
-            UsageError: Submodules are sharded, but the module itself is not, or a parameter is not sharded.
+            UsageError: Submodules are sharded, but the module itself is not, or a parameter is not sharded, or the weights depend on the
+                number of ranks.
         """
         if not isinstance(module, FSDPModule):
             raise UsageError(
@@ -35,6 +38,11 @@ class FSDPEngine(Engine):
             raise UsageError(
                 f"run.model() got a module whose parameter {whole[0]!r} is not sharded, so that its gradient would not be reduced; "
                 "call fully_shard() without ignored_params"
+            )
+        if _has_equal_shards(module, self.layout):
+            raise UsageError(
+                "run.model() got a module of which each rank has drawn its shards like a model of its own, so that the weights depend on "
+                "the number of workers; initialize the module before fully_shard() instead of with to_empty(), or train on GPUs"
             )
         for part in module.modules():
             if isinstance(part, FSDPModule):
@@ -73,6 +81,16 @@ class FSDPEngine(Engine):
         else:
             with _only_zeros(loss):
                 super().backward(loss, weight, micro_batch, is_last)
+
+
+def _has_equal_shards(module: nn.Module, layout: Layout) -> bool:
+    """Return whether each parameter begins alike on all ranks, which draw from equal generators. Constant ones say nothing."""
+    shards: dict[str, Any] = dict(module.named_parameters())
+    begins = {name: shard.to_local().detach().flatten()[:8].tolist() for name, shard in shards.items()}
+    ranks: list[Any] = [None] * layout.world_size
+    dist.all_gather_object(ranks, begins, group=layout.control)
+    drawn = [name for name in begins if all(len(set(rank[name])) > 1 for rank in ranks)]
+    return layout.world_size > 1 and bool(drawn) and all(rank[name] == begins[name] for rank in ranks for name in drawn)
 
 
 def _groups(state: Any) -> Sequence[Any]:
