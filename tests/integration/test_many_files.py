@@ -41,6 +41,22 @@ def test_each_file_is_indexed_with_one_request(
         assert len(proxy.authorizations) == 1
 
 
+def test_a_manifest_is_found_without_a_listing_of_the_files(
+    s3: Any, s3_endpoint: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = open_store(s3.url("named"))
+    pq.write_table(pa.table({"x": range(8)}), sink := pa.BufferOutputStream())
+    store.write("file-0.parquet", sink.getvalue().to_pybytes())
+    index(store.url)
+    for number in range(1, 1500):  # more than a page of a listing, with names between those of a manifest, old and new
+        store.write(f"file-{number}.txt", b"")
+    with serving(S3Proxy(s3_endpoint)) as proxy:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", proxy.url)
+        forget_clients()
+        load_manifest(store.url)
+        assert len(proxy.authorizations) == 2  # one looks whether the manifest exists, and one reads it
+
+
 @pytest.mark.soak
 @pytest.mark.timeout(1500)
 def test_many_files_are_indexed_and_a_run_on_them_starts_in_time(

@@ -195,8 +195,7 @@ def load_manifest(url: str) -> Manifest:
         ManifestError: The manifest does not exist or cannot be read.
     """
     store = open_store(url)
-    present = store.find([MANIFEST_NAME, FORMER_NAME])
-    name = next((name for name in (MANIFEST_NAME, FORMER_NAME) if name in present), None)
+    name = next((name for name in (MANIFEST_NAME, FORMER_NAME) if store.exists(name)), None)
     if name is None:
         raise ManifestError(
             f"{url} has no {MANIFEST_NAME}; create the data set with `undula data` or index it with `undula data index {url}`"
