@@ -43,7 +43,7 @@ def compare(
     from undula.report.render.comparison import MOST_RUNS, render_comparison
     from undula.report.render.terminal import print_comparison
     from undula.state.locate import locate_run
-    from undula.storage import open_store
+    from undula.storage import write_file
 
     if not 2 <= len(set(names)) == len(names) <= MOST_RUNS:
         raise SpecError(f"{len(names)} runs are given; name 2 to {MOST_RUNS} different ones")
@@ -51,9 +51,7 @@ def compare(
     labels = ends if len(set(ends)) == len(ends) else names
     records = {label: read_run(locate_run(name, runs)) for label, name in zip(labels, names, strict=True)}
     comparison = compared(records, time.time(), price_finder(prices, spot_prices), tolerance)
-    folder, slash, file = out.rpartition("/")
-    store = open_store(folder + slash if slash else ".")
-    store.write(file, render_comparison(comparison).encode())
+    write_file(out, render_comparison(comparison).encode())
     if as_json:
         print_json({**comparison.as_json(), "page": out})
     else:

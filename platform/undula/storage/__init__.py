@@ -16,7 +16,7 @@ from undula.storage.reports import (
 )
 from undula.storage.retries import temporary_problem
 from undula.storage.s3_requests import MOST_PARTS, PART_BYTES, Bucket, Object, part_size
-from undula.storage.store import Entry, Store, open_store
+from undula.storage.store import Entry, Store, open_store, write_file
 
 __all__ = [
     "MOST_PARTS",
@@ -38,4 +38,5 @@ __all__ = [
     "temporary_problem",
     "waits_reported_to",
     "waits_reporter",
+    "write_file",
 ]

@@ -203,6 +203,12 @@ def _s3_entry(root: str, source: Object) -> Entry:
     return Entry(source.key.removeprefix(root), source.bytes, f"etag {bare(source.etag)}")
 
 
+def write_file(url: str, data: bytes) -> None:
+    """Write one file at a path or an s3:// URL."""
+    folder, slash, name = url.rpartition("/")
+    open_store(folder + slash if slash else ".").write(name, data)
+
+
 def open_store(url: str, anonymous: bool = False) -> Store:
     """Return the store at `url`. This checks the scheme and the presence of S3 credentials but sends no request to S3.
 

@@ -10,7 +10,6 @@ def train(run: undula.Run) -> None:
 """
 
 from collections.abc import Callable, Iterator, Mapping
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -41,6 +40,7 @@ class Run:
         session: What stands behind the run.
 
     Attributes:
+        config: Settings of the script.
         base_lr: Learning rate at the peak of the schedule.
         compute: Number format in which the model computes.
         rank: Rank of this process.
@@ -54,16 +54,11 @@ class Run:
 
     def __init__(self, session: Session):
         job = session.job
-        self.url = job.run_url
+        self.config, self.url = unpickled(job.config), job.run_url
         self.base_lr, self.compute = job.schedule.base_lr, job.precision.compute
         self.rank, self.world_size, self.device = session.rank, session.world_size, session.device
         self._session = session
         self._parts = GivenParts(session)
-
-    @cached_property
-    def config(self) -> Any:
-        """Settings of the script."""
-        return unpickled(self._session.job.config)
 
     @property
     def plan(self) -> Plan:

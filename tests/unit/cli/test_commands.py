@@ -160,6 +160,8 @@ def test_show_and_report_look_in_the_folder_of_the_runs(undula: Command, runs: P
     assert (shown.status, json.loads(shown.out)["name"]) == (0, "spot-run")
     assert undula("report", "spot-run", "--runs", runs).out == f"{runs}/spot-run/report.html\n"
     assert (runs / "spot-run" / "report.html").exists()
+    assert undula("report", "spot-run", "--runs", runs, "--out", "mine.html").out == "mine.html\n"
+    assert Path("mine.html").read_bytes()[:15] == b"<!doctype html>"
     for options in ((runs,), ("--runs", runs)):
         assert [run["run"] for run in json.loads(undula("ls", *options, "--json").out)] == ["spot-run"]
     assert "give one of them" in undula("ls", runs, "--runs", runs).err

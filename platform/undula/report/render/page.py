@@ -16,19 +16,22 @@ from undula.report.render.run_charts import Axes, charts_of, tooltip_data, x_axi
 from undula.report.text import DASH, counted, dollars, duration, goodput_text, number, printable
 from undula.state.directory import REPORT
 from undula.state.events import Event
-from undula.storage import Store
+from undula.storage import Store, write_file
 
 TABLE_EVENTS = 400
 """Maximum number of events in the table."""
 
 
-def write_report(store: Store, prices: PriceFinder | None = None, *, now: float | None = None) -> str:
-    """Write report.html into a run directory.
+def write_report(
+    store: Store, prices: PriceFinder | None = None, *, now: float | None = None, out: str | None = None
+) -> str:
+    """Write the report of a run.
 
     Args:
         store: The run directory.
         prices: Prices for the cost section; without them, the report has none.
         now: Time in seconds since the epoch; by default the current time.
+        out: Path or URL of the report; by default report.html in the run directory.
 
     Returns:
         The path or URL of the report.
@@ -36,8 +39,9 @@ def write_report(store: Store, prices: PriceFinder | None = None, *, now: float 
     run = read_run(store)
     summary = summarize(run.ledger, run.job, time.time() if now is None else now, run.has_driver)
     cost = cost_of(run, prices) if prices else None
-    store.write(REPORT, render(run, summary, cost).encode())
-    return f"{store.url.rstrip('/')}/{REPORT}"
+    out = out or f"{store.url.rstrip('/')}/{REPORT}"
+    write_file(out, render(run, summary, cost).encode())
+    return out
 
 
 def render(run: RecordedRun, summary: RunSummary, cost: Cost | None = None) -> str:
