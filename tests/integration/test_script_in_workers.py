@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -171,6 +172,8 @@ import undula
 
 
 def train(run):
+    if run.rank == 0:
+        print("hash in a worker:", hash("words"))
     scale = float(Path("inputs/scale.txt").read_text())
     run.dataset(torch.utils.data.TensorDataset(torch.ones(48, 2)))
     model = run.model(torch.nn.Linear(2, 1))
@@ -192,6 +195,7 @@ def train(run):
 
 
 if __name__ == "__main__":
+    print("hash in the driver:", hash("words"), flush=True)
     undula.main(train)
 """
 FILES_JOB = """
@@ -219,6 +223,9 @@ def test_a_script_reads_and_writes_in_its_own_folder(cluster: LocalCluster, tmp_
     done = subprocess.run(command, env=env, cwd=tmp_path, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
     assert (tmp_path / "mine" / "outputs" / "model.pt").exists()
+    assert (
+        len(set(re.findall(r"hash in .*: (-?\d+)", done.stdout))) == 1
+    )  # the order of a set is the same in all processes
     assert (tmp_path / "mine" / "beside.txt").exists()
     assert len((tmp_path / "mine" / "log.txt").read_text().split()) >= 11
     assert not (tmp_path / "runs" / "files" / "files").exists()

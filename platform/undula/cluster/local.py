@@ -86,7 +86,8 @@ def local_cluster(
         "RAY_prestart_worker_first_driver": "0",  # prestarted processes do not have a job's runtime environment
     }
     ask_this_machine_directly()
-    environment = {**os.environ, **auth, **settings, **(env or {})}
+    # The order of a set of texts is then the same in the driver and in workers, which may make a dataset in such an order.
+    environment = {"PYTHONHASHSEED": "0", **os.environ, **auth, **settings, **(env or {})}
     if folder.parent != Path(tempfile.gettempdir()):
         environment["TMPDIR"] = str(folder)  # Ray's processes put sockets there, too
     environment["PATH"] = f"{bin_folder}{os.pathsep}{environment.get('PATH', '')}"  # jobs run `python`

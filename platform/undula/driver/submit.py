@@ -148,7 +148,11 @@ def start(
             metadata={RUN: directory(run)},
             runtime_env={
                 **uploaded,
-                "env_vars": {FOLDER: str(script.parent), **(api.store(environment) if environment else {})},
+                "env_vars": {
+                    "PYTHONHASHSEED": "0",
+                    FOLDER: str(script.parent),
+                    **(api.store(environment) if environment else {}),
+                },
             },
         )
     except (*LOST, ValueError, RayError) as error:
