@@ -12,8 +12,6 @@ from pathlib import Path
 from types import FunctionType, ModuleType
 from typing import Any
 
-import undula
-
 _folder: Path | None = None
 """Folder of the script, if the processes that load what this one pickles have the script's module, too, under the name `__main__`."""
 
@@ -66,21 +64,16 @@ def dumps_by_value(value: Any) -> bytes:
 
 
 def modules_of(folder: Path) -> list[ModuleType]:
-    """Return the imported modules whose files lie in a folder, without installed packages and this one."""
-    excluded = (os.path.realpath(Path(undula.__file__).parent), os.path.realpath(sys.prefix))
+    """Return the modules that Python has imported from a folder, as those beside a script. This package is not among them."""
     root = os.path.realpath(folder)
     real = cache(os.path.realpath)  # cached, because thousands of modules share few folders
 
     def is_inside(module: ModuleType) -> bool:
-        file = getattr(module, "__file__", None)
-        if not isinstance(file, str) or module.__name__ in ("__main__", "__mp_main__") or not Path(file).is_absolute():
+        file, parts = getattr(module, "__file__", None), tuple(str(getattr(module, "__name__", "")).split("."))
+        if not isinstance(file, str) or parts[0] == "undula" or not Path(file).is_absolute():
             return False  # modules that torch makes have paths such as `_ops.py`
-        place = Path(real(Path(file).parent))
-        return (
-            place.is_relative_to(root)
-            and not {"site-packages", "dist-packages"} & set(place.parts)
-            and not any(place.is_relative_to(other) for other in excluded)
-        )
+        place = Path(real(Path(file).parent), Path(file).name.partition(".")[0])
+        return place.is_relative_to(root) and place.relative_to(root).parts in (parts, (*parts, "__init__"))
 
     return [module for module in list(sys.modules.values()) if is_inside(module)]
 
