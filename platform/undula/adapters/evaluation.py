@@ -4,10 +4,13 @@ from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from undula.data.script.dataset import IndexedDataset
 from undula.data.script.items import Collate, Items, Request
 from undula.data.script.loader_processes import Loader
+from undula.errors import UsageError
 from undula.plan.keys import key64, subkeys
 from undula.train.randomness import seed_validation
 from undula.train.run import Run
@@ -94,3 +97,17 @@ class RankBatches:
         ids = np.arange(start, start + self._size(batch), dtype=np.int64)
         keys = subkeys(key64("evaluation sample", seed), ids)
         return Request(ids, keys, int(subkeys(key64("evaluation collate", seed), batch)))
+
+
+def metrics_of_batch(value: Any) -> Any:
+    """Return what a trainer gathers in a step, as a single process does. Trainers of TRL gather metrics there.
+
+    Raises:
+        UsageError: The value has a gradient, so that it is part of a loss.
+    """
+    if any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in tree_leaves(value)):
+        raise UsageError(
+            "accelerator.gather() got a tensor with a gradient in a training step, where a batch does not see the batches of other "
+            "processes; compute the loss from the batch alone, or gather what is detached, for metrics"
+        )
+    return value

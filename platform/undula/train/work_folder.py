@@ -1,10 +1,12 @@
 """Working directory of a worker: that of the driver where the worker sees it, and otherwise one of its own, whose files reach the run."""
 
+import fcntl
 import os
 import shutil
 import tempfile
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -17,6 +19,10 @@ Versions = Mapping[str, tuple[int, int]]
 COPIES = "working_dir_files"
 """Name of the folder in which Ray keeps the copies of working directories (ray/_private/runtime_env/working_dir.py)."""
 _thread = ThreadPoolExecutor(1, "undula-files")
+PREFIX, LOCK = "undula-files-", ".lock"
+"""Beginning of the names of copies in the node's folder for temporary files, and end of the name of the file beside each."""
+_held: list[int] = []
+"""Descriptors of locked files."""
 _here: "WorkFolder | None" = None
 
 
@@ -130,16 +136,37 @@ def versions(folder: Path) -> Versions:
 
 
 def own_copy(folder: Path, token: str) -> Path:
-    """Return a copy of a folder for the workers of a run on this node, which other runs with the same files do not change."""
-    copy = Path(tempfile.gettempdir(), f"undula-{token}")
+    """Return a copy of a folder for the workers of a run on this node, which other runs with the same files do not change.
+
+    It stays as long as a process uses it. The next copy on the node removes those that are not used.
+    """
+    copy = Path(tempfile.gettempdir(), f"{PREFIX}{token}")
+    _hold(copy)
+    _remove_unused(copy.parent)
     if not copy.exists():
-        part = tempfile.mkdtemp(prefix=f"undula-{token}-")
+        part = tempfile.mkdtemp(prefix=f"{PREFIX}{token}-")
         shutil.copytree(folder, part, symlinks=True, dirs_exist_ok=True)
         try:
             Path(part).rename(copy)
         except OSError:  # another worker was faster
             shutil.rmtree(part)
     return copy
+
+
+def _hold(copy: Path) -> None:
+    """Mark a copy as used until this process ends, by a shared lock on the file beside it."""
+    file = os.open(f"{copy}{LOCK}", os.O_RDWR | os.O_CREAT, 0o600)
+    fcntl.flock(file, fcntl.LOCK_SH)
+    _held.append(file)
+
+
+def _remove_unused(folder: Path) -> None:
+    for lock in folder.glob(f"{PREFIX}*{LOCK}"):
+        with suppress(OSError), lock.open("rb") as file:  # it may be another user's, or in use
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            lock.unlink()
+            for copy in folder.glob(f"{lock.name.removesuffix(LOCK)}*"):
+                shutil.rmtree(copy, ignore_errors=True)
 
 
 def _identity(file: Path) -> tuple[int, int]:

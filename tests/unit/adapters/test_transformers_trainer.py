@@ -144,10 +144,21 @@ class Clips(Trainer):
 
 
 class GathersInSteps(Trainer):
-    def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Any:
-        if self.state.global_step == 1:
-            self.accelerator.gather_for_metrics(torch.tensor(1.0))
-        return super().training_step(model, inputs, num_items_in_batch)
+    def compute_loss(self, model: Any, inputs: Any, *arguments: Any, **more: Any) -> Any:
+        loss = super().compute_loss(model, inputs, *arguments, **more)
+        value = loss[0] if isinstance(loss, tuple) else loss
+        assert torch.equal(self.accelerator.gather_for_metrics(value.detach()), value.detach())
+        return loss
+
+
+class GathersForTheLoss(Trainer):
+    def compute_loss(self, model: Any, inputs: Any, *arguments: Any, **more: Any) -> Any:
+        return self.accelerator.gather(super().compute_loss(model, inputs, *arguments, **more))
+
+
+class GathersBetweenSteps(Trainer):
+    def log(self, *arguments: Any, **more: Any) -> None:
+        self.accelerator.gather(torch.tensor(1.0))
 
 
 class AddsLoss(Trainer):
@@ -166,13 +177,18 @@ def test_zero_grad_before_the_backward_pass_deletes_no_gradient_of_a_step(tmp_pa
     assert losses(ZeroesBefore, tmp_path / "zeroes") == losses(Trainer, tmp_path / "plain")
 
 
+def test_what_a_step_gathers_for_metrics_is_that_of_its_own_batch(tmp_path: Path) -> None:
+    assert losses(GathersInSteps, tmp_path / "gathers") == losses(Trainer, tmp_path / "plain")
+
+
 @pytest.mark.parametrize(
     ("kind", "sentence"),
     [
         (ZeroesAfter, "zero_grad() was called after step.backward() in step 0"),
         (Clips, "clip_grad_norm_() changed a gradient of an open step"),
         (AddsLoss, "loss.backward() was called in step 0"),
-        (GathersInSteps, "accelerator.gather() was called outside of an evaluation"),
+        (GathersForTheLoss, "accelerator.gather() got a tensor with a gradient in a training step"),
+        (GathersBetweenSteps, "accelerator.gather() was called outside of a step and of an evaluation"),
     ],
 )
 def test_a_trainer_that_does_in_a_step_what_a_run_does_is_refused(

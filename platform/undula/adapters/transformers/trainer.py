@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 from transformers.trainer_utils import TrainOutput
 
-from undula.adapters.evaluation import RankBatches, kept_loader
+from undula.adapters.evaluation import RankBatches, kept_loader, metrics_of_batch
 from undula.adapters.script import Offer, place
 from undula.adapters.transformers.arguments import job_settings, refuse_unsupported
 from undula.adapters.transformers.library import (
@@ -181,12 +181,12 @@ class ElasticMixin(_Base):  # type: ignore[misc]
         return self._evaluated
 
     def _gather(self, value: Any, use_gather_object: bool = False) -> Any:
-        """Return the tensors of a batch of each rank, joined in the order of the dataset."""
-        run = place().run
-        if run is None or self._evaluated is None or self._step is not None:
+        """Return the tensors of a batch of each rank, joined in the order of the dataset; in a step, those of the batch itself."""
+        if self._step is not None:
+            return metrics_of_batch(value)
+        if place().run is None or self._evaluated is None:
             raise UsageError(
-                "accelerator.gather() was called outside of an evaluation of a dataset, where ranks have unequal numbers of batches; "
-                "compute what you need in compute_metrics"
+                "accelerator.gather() was called outside of a step and of an evaluation; compute what you need in compute_metrics"
             )
         host = tree_map_only(Tensor, lambda tensor: tensor.detach().cpu(), value)
         return joined(self._evaluated.gathered(host), self._evaluated.batch_size)
