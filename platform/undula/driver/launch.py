@@ -25,6 +25,7 @@ from undula.storage import Store
 from undula.telemetry.hub import EventRecorder, HubPublisher
 from undula.train.job import Job
 from undula.train.run import Run
+from undula.train.script_file import ScriptFile
 
 TrainerName: TypeAlias = Literal["undula", "ray"]
 
@@ -112,7 +113,8 @@ def launch(
     Raises:
         TrainingFailedError: The training failed and cannot continue.
     """
-    os.environ["RAY_CHDIR_TO_TRIAL_DIR"] = "0"  # workers choose their working directory when they execute the script
+    if isinstance(train, ScriptFile):  # whose execution enters a working directory
+        os.environ["RAY_CHDIR_TO_TRIAL_DIR"] = "0"
     publish = HubPublisher(hub)
     worker, on_event = JobWorker(train, spec.job, publish), EventRecorder(store, publish)
     trainer: DataParallelTrainer

@@ -1,5 +1,6 @@
 """Execution of a job's script in its driver. A script that starts no run would otherwise train there alone, and end as if all were well."""
 
+import filecmp
 import os
 import runpy
 import sys
@@ -26,21 +27,24 @@ def has_begun() -> bool:
 
 
 def run_submitted(script: Path, arguments: Sequence[str]) -> None:
-    """Run the script of a submitted job, in the folder from which it was submitted if this machine has it, otherwise in the uploaded copy.
+    """Run the script of a submitted job in its folder: the one from which it was submitted, or else the uploaded copy.
+
+    A folder of this machine with the same path is taken only if it has every uploaded file, because another machine may have submitted it.
 
     Raises:
         UsageError: The script has ended, and has started no run.
     """
-    here = Path(os.environ.get(FOLDER, script.parent), script.name)
-    if here.is_file() and here.read_bytes() == script.read_bytes():
-        # The settings are those of the submission, although their file here may have been edited since.
-        settings = [script.parent / argument for argument in arguments]
-        arguments = [
-            str(file) if file.is_file() else argument for file, argument in zip(settings, arguments, strict=True)
-        ]
-        script = here
-        os.chdir(script.parent)
+    here = Path(os.environ.get(FOLDER, script.parent))
+    if here != script.parent and _has_files_of(script.parent, here):
+        script = here / script.name
+    os.chdir(script.parent)
     run_script(script, arguments)
+
+
+def _has_files_of(copy: Path, folder: Path) -> bool:
+    """Return whether a folder has each file of a copy with the same content."""
+    files = [file.relative_to(copy) for file in copy.rglob("*") if file.is_file() and "__pycache__" not in file.parts]
+    return all((folder / name).is_file() and filecmp.cmp(copy / name, folder / name, shallow=False) for name in files)
 
 
 def run_script(script: Path, arguments: Sequence[str]) -> None:

@@ -67,16 +67,16 @@ class JobApi(JobSubmissionClient):
 
 
 def _too_large(package: bytes) -> str:
-    """Return why the package of a script's folder cannot be uploaded, with its largest parts."""
+    """Return why the package of a folder cannot be uploaded, with the largest parts of the folder."""
     sizes: Counter[str] = Counter()
     with ZipFile(BytesIO(package)) as archive:
         for entry in archive.infolist():
             sizes[entry.filename.partition("/")[0]] += entry.compress_size
     parts = ", ".join(f"{name} ({size / 2**20:.0f} MiB)" for name, size in sizes.most_common(3))
     return (
-        f"the folder of the script has {len(package) / 2**20:.0f} MiB when it is packed, and a cluster accepts "
+        f"a folder that the job needs has {len(package) / 2**20:.0f} MiB when it is packed, and a cluster accepts "
         f"{MOST_PACKAGE_BYTES >> 20} MiB; move the largest parts, {parts}, to s3:// or a shared file system, or name them in a file "
-        ".rayignore beside the script"
+        ".rayignore in that folder"
     )
 
 

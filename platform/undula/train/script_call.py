@@ -8,8 +8,8 @@ from typing import Any
 
 OTHER_MAIN = "__mp_main__"
 """Name under which processes of multiprocessing import the script."""
-OWN_VARIABLES = ("CUDA_VISIBLE_DEVICES",)
-"""Environment variables that say which devices a worker has, and that a script cannot change."""
+OWN_VARIABLES = ("CUDA_VISIBLE_DEVICES", "TORCH_NCCL_")
+"""Beginnings of environment variables that a script cannot change in a worker: its devices, and how it survives the loss of another one."""
 _calls = 0
 """Number of calls in the execution of the script so far."""
 _awaited = 0
@@ -33,10 +33,10 @@ def begin_call(train: Callable[[Any], None]) -> bool:
     _calls += 1
     if _awaited and _calls == _awaited:
         raise Reached(train)
-    is_imported = getattr(
+    is_import = getattr(
         multiprocessing.current_process(), "_inheriting", False
-    )  # until the process has imported the script
-    return not _awaited and not is_imported
+    )  # multiprocessing resets it after the import
+    return not _awaited and not is_import
 
 
 def number_of_calls() -> int:
@@ -48,7 +48,7 @@ def number_of_calls() -> int:
 def up_to_call(number: int) -> Iterator[None]:
     """Execute a script in a block up to a call, counted from 1."""
     global _calls, _awaited
-    kept = {name: os.environ[name] for name in OWN_VARIABLES if name in os.environ}
+    kept = {name: value for name, value in os.environ.items() if name.startswith(OWN_VARIABLES)}
     _calls, _awaited = 0, number
     try:
         yield

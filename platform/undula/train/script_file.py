@@ -19,7 +19,16 @@ from typing import Any
 from undula.data.script.pickling import modules_of, pickle_main_by_name
 from undula.errors import UsageError
 from undula.train.script_call import OTHER_MAIN, Reached, number_of_calls, up_to_call
-from undula.train.work_folder import Origin, WorkFolder, is_of_ray, own_copy, versions, work_folder, work_in
+from undula.train.work_folder import (
+    Origin,
+    WorkFolder,
+    is_of_ray,
+    link_files,
+    own_folder,
+    versions,
+    work_folder,
+    work_in,
+)
 
 _ready: Callable[[Any], None] | None = None
 """Train function of an execution that no group has used yet, or that all groups use."""
@@ -132,12 +141,11 @@ class ScriptFile:
             os.chdir(origin)
             return given if self._is_in(given) else self._written()
         if is_of_ray(_first_folder) and self._is_in(_first_folder / within):
-            path, before = own_copy(_first_folder, self.token), versions(_first_folder)
+            path, before = own_folder(self.token, _first_folder), versions(_first_folder)
             folder = path / within
-        else:
+        else:  # the node has its own files, perhaps those of its image
+            path, before = own_folder(self.token, origin, links=True), {}
             folder = given if self._is_in(given) else self._written()
-            path = origin if folder == given and origin.is_dir() else folder
-            before = versions(path)
         work_in(WorkFolder(path, before))
         return folder
 
@@ -154,7 +162,7 @@ class ScriptFile:
                 file.parent.mkdir(parents=True, exist_ok=True)
                 file.write_bytes(content)
             for name in {str(Path(name).parent) for name in self.sources}:
-                _link_others(Path(self.folder, name), Path(_written.name, name))
+                link_files(Path(self.folder, name), Path(_written.name, name))
         return Path(_written.name)
 
 
@@ -162,12 +170,6 @@ def make_ready(train: object, keeps: bool = False) -> None:
     """Execute the script of a train function for its next call, or for all that follow if `keeps`."""
     if isinstance(train, ScriptFile):
         train.make_ready(keeps)
-
-
-def _link_others(source: Path, target: Path) -> None:
-    for entry in source.iterdir() if source.is_dir() else ():
-        if not (target / entry.name).exists():
-            (target / entry.name).symlink_to(entry)
 
 
 def _content(file: Path) -> bytes | None:

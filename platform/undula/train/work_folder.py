@@ -3,6 +3,7 @@
 import fcntl
 import os
 import shutil
+import stat
 import tempfile
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -20,7 +21,7 @@ COPIES = "working_dir_files"
 """Name of the folder in which Ray keeps the copies of working directories (ray/_private/runtime_env/working_dir.py)."""
 _thread = ThreadPoolExecutor(1, "undula-files")
 PREFIX, LOCK = "undula-files-", ".lock"
-"""Beginning of the names of copies in the node's folder for temporary files, and end of the name of the file beside each."""
+"""Beginning of the names of working directories in the node's folder for temporary files, and end of the name of the file beside each."""
 _held: list[int] = []
 """Descriptors of locked files."""
 _here: "WorkFolder | None" = None
@@ -101,8 +102,9 @@ class WorkFolder:
     def _bring(self, store: Store) -> None:
         for name, version in versions(self.path).items():
             if version not in (self.before.get(name), self._brought.get(name)):
-                (store / FILES).write(name, (self.path / name).read_bytes())
-                self._brought[name] = version
+                with suppress(FileNotFoundError):
+                    (store / FILES).write(name, (self.path / name).read_bytes())
+                    self._brought[name] = version
 
 
 def is_of_ray(folder: Path) -> bool:
@@ -123,39 +125,54 @@ def work_folder() -> WorkFolder | None:
 
 
 def versions(folder: Path) -> Versions:
-    """Return the versions of the files in a folder, without those that Python keeps for itself."""
+    """Return the versions of the files in a folder, without links and without `__pycache__`."""
     found = {}
     for place, folders, names in os.walk(folder):
         folders[:] = [name for name in folders if name != "__pycache__"]
-        for name in names:
-            file = Path(place, name)
-            if file.is_file() and not file.is_symlink():
-                state = file.stat()
-                found[str(file.relative_to(folder))] = (state.st_size, state.st_mtime_ns)
+        for file in (Path(place, name) for name in names):
+            with suppress(FileNotFoundError):  # the script may remove what it has written
+                state = file.lstat()
+                if stat.S_ISREG(state.st_mode):
+                    found[str(file.relative_to(folder))] = (state.st_size, state.st_mtime_ns)
     return found
 
 
-def own_copy(folder: Path, token: str) -> Path:
-    """Return a copy of a folder for the workers of a run on this node, which other runs with the same files do not change.
+def own_folder(token: str, files: Path, links: bool = False) -> Path:
+    """Return a working directory for the workers of a run on this node, which other runs with the same files do not change.
 
-    It stays as long as a process uses it. The next copy on the node removes those that are not used.
+    It stays as long as a process uses it. Whoever makes the next one on the node removes those that no process uses.
+
+    Args:
+        token: Text that no other submission has.
+        files: Folder with files that the script may read.
+        links: Whether to link these files instead of copying them, because they may be many.
     """
-    copy = Path(tempfile.gettempdir(), f"{PREFIX}{token}")
-    _hold(copy)
-    _remove_unused(copy.parent)
-    if not copy.exists():
-        part = tempfile.mkdtemp(prefix=f"{PREFIX}{token}-")
-        shutil.copytree(folder, part, symlinks=True, dirs_exist_ok=True)
+    own = Path(tempfile.gettempdir(), f"{PREFIX}{token}")
+    _hold(own)
+    _remove_unused(own.parent)
+    if not own.exists():
+        part = Path(tempfile.mkdtemp(prefix=f"{PREFIX}{token}-"))
+        if links:
+            link_files(files, part)
+        else:
+            shutil.copytree(files, part, symlinks=True, dirs_exist_ok=True)
         try:
-            Path(part).rename(copy)
+            part.rename(own)
         except OSError:  # another worker was faster
             shutil.rmtree(part)
-    return copy
+    return own
 
 
-def _hold(copy: Path) -> None:
-    """Mark a copy as used until this process ends, by a shared lock on the file beside it."""
-    file = os.open(f"{copy}{LOCK}", os.O_RDWR | os.O_CREAT, 0o600)
+def link_files(source: Path, target: Path) -> None:
+    """Link each file and folder of a folder, if there is one, from another folder that has nothing of that name."""
+    for entry in source.iterdir() if source.is_dir() else ():
+        if not (target / entry.name).exists():
+            (target / entry.name).symlink_to(entry)
+
+
+def _hold(own: Path) -> None:
+    """Mark a folder as used until this process ends, by a shared lock on the file beside it."""
+    file = os.open(f"{own}{LOCK}", os.O_RDWR | os.O_CREAT, 0o600)
     fcntl.flock(file, fcntl.LOCK_SH)
     _held.append(file)
 

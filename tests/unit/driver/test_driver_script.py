@@ -7,6 +7,8 @@ import pytest
 from forked import run_script
 from jobs_kit import ROOT
 
+from undula.driver.script import FOLDER, run_submitted
+
 DRIVER = ROOT / "platform" / "undula" / "driver" / "__main__.py"
 SENTENCE = (
     "undula: job.py has ended and started no run; end it with undula.main(train), or with launch(main) of "
@@ -40,3 +42,22 @@ def test_a_script_that_calls_main_gets_its_arguments_and_the_modules_beside_it(t
     done = drive(tmp_path, text, "--print", "plan.seed=5")
     assert done.returncode == 0, done.stderr
     assert "seed: 5" in done.stdout
+
+
+def test_a_folder_with_the_same_path_is_not_taken_for_the_submitted_one_if_a_file_differs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started: list[Path] = []
+    monkeypatch.setattr("undula.driver.script.run_script", lambda script, arguments: started.append(script))
+    monkeypatch.chdir(tmp_path)
+    for folder in (tmp_path / "copy", tmp_path / "mine"):
+        folder.mkdir()
+        (folder / "job.py").write_text("import helper")
+        (folder / "helper.py").write_text("VALUE = 1")
+    monkeypatch.setenv(FOLDER, str(tmp_path / "mine"))
+    (tmp_path / "mine" / "outputs.txt").write_text("not submitted")
+    run_submitted(tmp_path / "copy" / "job.py", [])
+    (tmp_path / "mine" / "helper.py").write_text("VALUE = 2")
+    run_submitted(tmp_path / "copy" / "job.py", [])
+    assert started == [tmp_path / "mine" / "job.py", tmp_path / "copy" / "job.py"]
+    assert Path.cwd() == tmp_path / "copy"

@@ -145,6 +145,7 @@ def test_a_folder_that_no_cluster_accepts_is_refused_with_its_largest_parts(monk
     monkeypatch.setattr(submit, "MOST_PACKAGE_BYTES", 2**20)
     api = submit.JobApi.__new__(submit.JobApi)
     with pytest.raises(
-        SpecError, match=r"has 2 MiB when it is packed, and a cluster accepts 1 MiB; .* weights \(2 MiB\), notes.txt"
+        SpecError,
+        match=r"a folder that the job needs has 2 MiB when it is packed, and a cluster accepts 1 MiB; .* weights \(2 MiB\), notes.txt",
     ):
         api._do_request("PUT", "/api/packages/gcs/a.zip", data=content.getvalue())

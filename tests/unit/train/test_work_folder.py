@@ -7,7 +7,7 @@ import pytest
 
 from undula.storage import Store
 from undula.train import work_folder
-from undula.train.work_folder import Origin, WorkFolder, own_copy, versions
+from undula.train.work_folder import Origin, WorkFolder, own_folder, versions
 
 
 @pytest.fixture(autouse=True)
@@ -33,7 +33,7 @@ def release() -> None:
 
 def test_only_what_the_script_has_written_or_changed_is_brought(tmp_path: Path) -> None:
     source, store = submitted(tmp_path), Store(str(tmp_path / "run"))
-    here = WorkFolder(own_copy(source, "a"), versions(source))
+    here = WorkFolder(own_folder("a", source), versions(source))
     (here.path / "inputs" / "x.txt").write_text("changed")
     (here.path / "outputs").mkdir()
     (here.path / "outputs" / "model.pt").write_bytes(b"weights")
@@ -45,7 +45,7 @@ def test_only_what_the_script_has_written_or_changed_is_brought(tmp_path: Path) 
 
 def test_another_process_that_becomes_rank_0_continues_with_what_was_brought(tmp_path: Path) -> None:
     source, store = submitted(tmp_path), Store(str(tmp_path / "run"))
-    first = WorkFolder(own_copy(source, "a"), versions(source))
+    first = WorkFolder(own_folder("a", source), versions(source))
     first.begin(store, is_first=True)
     (first.path / "log.txt").write_text("1\n")
     first.bring_along(store)
@@ -53,20 +53,29 @@ def test_another_process_that_becomes_rank_0_continues_with_what_was_brought(tmp
     (first.path / "log.txt").write_text("1\n2\n")
     first.begin(store, is_first=True)
     assert (first.path / "log.txt").read_text() == "1\n2\n"  # it has the newest files itself
-    other = WorkFolder(own_copy(source, "b"), versions(source))
+    other = WorkFolder(own_folder("b", source), versions(source))
     other.begin(store, is_first=False)
     assert not (other.path / "log.txt").exists()
     other.begin(store, is_first=True)
     assert (other.path / "log.txt").read_text() == "1\n"
 
 
+def test_a_folder_with_links_reads_what_the_node_has_and_brings_what_is_new(tmp_path: Path) -> None:
+    source, store = submitted(tmp_path), Store(str(tmp_path / "run"))
+    here = WorkFolder(own_folder("a", source, links=True), {})
+    assert (here.path / "inputs" / "x.txt").read_text() == "x"
+    (here.path / "model.pt").write_bytes(b"weights")
+    here.bring(store)
+    assert [entry.name for entry in (store / "files").list()] == ["model.pt"]
+
+
 def test_copies_stay_as_long_as_a_process_uses_them(tmp_path: Path, temporary: Path) -> None:
     source = submitted(tmp_path)
-    first = own_copy(source, "a")
-    second = own_copy(source, "b")
+    first = own_folder("a", source)
+    second = own_folder("b", source)
     assert first.exists()
     release()
-    third = own_copy(source, "c")
+    third = own_folder("c", source)
     assert [first.exists(), second.exists(), third.exists()] == [False, False, True]
     assert {path.name for path in temporary.iterdir()} == {third.name, f"{third.name}.lock"}
     release()

@@ -38,7 +38,7 @@ class Request:
 class Items(Dataset[Any]):
     """Dataset whose items are micro-batches of a script's dataset.
 
-    It is pickled with cloudpickle, because loader processes do not have the classes and functions of a script's `__main__`.
+    It is pickled with cloudpickle, because it may hold functions without a name. Loader processes import the script.
 
     Args:
         dataset: Dataset of the script. One that has `__getitems__` is asked for the samples of a micro-batch at once; the random numbers
