@@ -1,6 +1,5 @@
 """Tests of scripts that workers execute as files: what stands at the top level holds everywhere, and where files are read and written."""
 
-import json
 import os
 import re
 import subprocess
@@ -8,7 +7,6 @@ import sys
 from pathlib import Path
 
 import torch
-from data_sets import write_table
 
 from undula.cluster.local import LocalCluster
 
@@ -249,47 +247,3 @@ def test_files_of_a_script_that_exists_only_as_a_copy_reach_the_run(cluster: Loc
     assert steps[:5] == [0, 1, 2, 3, 4]
     assert steps[-1] == 11
     assert not (tmp_path / "gone" / "log.txt").exists()
-
-
-MAPPED = """
-import helper
-import numpy as np
-import torch
-import undula
-
-
-def doubled(sample, rng):
-    return {"x": helper.scaled(sample["x"])}
-
-
-def train(run):
-    run.map(doubled)
-    model = run.model(torch.nn.Linear(1, 1))
-    run.optimizer(torch.optim.SGD(model.parameters(), lr=run.base_lr))
-    for step in run.steps():
-        for batch in step.batches():
-            assert (batch["x"] == 2).all()
-            step.backward(model(batch["x"][:, None].float()).square().mean())
-        step.update()
-
-
-undula.main(train)
-"""
-
-
-def test_read_tasks_have_functions_of_modules_beside_the_script(cluster: LocalCluster, tmp_path: Path) -> None:
-    write_table(tmp_path / "data", {"x": [1] * 40})
-    (tmp_path / "helper.py").write_text("FACTOR = 2\n\n\ndef scaled(x):\n    return FACTOR * x\n")
-    (tmp_path / "job.py").write_text(MAPPED)
-    job = {
-        "name": "mapped",
-        "runs": str(tmp_path / "runs"),
-        "data": {"train": str(tmp_path / "data"), "head_mib": 0, "read_tasks": 1},
-        "plan": {"global_batch": 8, "virtual_workers": 2},
-        "schedule": {"base_lr": 0.05},
-    }
-    (tmp_path / "job.yaml").write_text(json.dumps(job))
-    env = {**os.environ, **cluster.env, "RAY_ADDRESS": cluster.address}
-    command = [cluster.python, str(tmp_path / "job.py")]
-    done = subprocess.run(command, env=env, cwd="/", capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stdout + done.stderr

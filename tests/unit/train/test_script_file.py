@@ -1,14 +1,17 @@
 """Tests of the execution of a script in a worker, up to the call of `undula.main` that the driver trains."""
 
 import os
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from ray import cloudpickle
 
 from undula.data.script import pickling
+from undula.data.stored.maps import SampleMap
 from undula.errors import UsageError
 from undula.train import script_call, script_file, work_folder
 from undula.train.script_file import ScriptFile
@@ -133,3 +136,13 @@ def test_a_process_that_was_started_without_a_file_has_no_script(monkeypatch: py
     main = sys.modules["__main__"]
     monkeypatch.delattr(main, "__file__", raising=False)
     assert ScriptFile.of_this_process() is None
+
+
+def test_read_tasks_get_what_a_map_of_samples_calls_in_modules_beside_the_script(tmp_path: Path) -> None:
+    """Tasks of Ray Data do not execute the script, and their node may not have its folder."""
+    text = "import beside_c, undula\nundula.main(lambda run: run.append(lambda sample, rng: beside_c.scaled(sample)))"
+    function = result(script(tmp_path, text, beside_c="FACTOR = 2\ndef scaled(x):\n    return FACTOR * x"))
+    content = cloudpickle.dumps(SampleMap(function, key=0, url="data", result=()))
+    load = "import pickle, sys; print(pickle.load(sys.stdin.buffer).function(21, None))"
+    done = subprocess.run([sys.executable, "-c", load], input=content, capture_output=True, cwd="/")
+    assert done.stdout == b"42\n", done.stderr
