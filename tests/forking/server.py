@@ -62,8 +62,10 @@ def serve(interpreter: str, module: str, *arguments: str) -> NoReturn:
     """
     path = Path(interpreter).parent / str(os.getpid())
     listener = socket.socket(socket.AF_UNIX)
-    listener.bind(str(path))
+    starting = path.with_name(f"{path.name}-")
+    listener.bind(str(starting))
     listener.listen(64)
+    starting.rename(path)  # whoever finds the path can connect
     os.environ[SOCKET] = str(path)
     status = NodeServer(listener, interpreter).run([module, *arguments])
     path.unlink()
