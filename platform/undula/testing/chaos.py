@@ -1,6 +1,7 @@
 """Injection of faults into a job that runs on a cluster of several nodes on this machine."""
 
 import heapq
+import itertools
 import os
 import random
 import re
@@ -123,6 +124,9 @@ class Chaos:
     def run(self, faults: Sequence[Fault], limit_s: float, steps_after: int | None = None) -> int | None:
         """Inject the faults when they are due, until the job has ended.
 
+        A fault whose rank or node does not exist yet holds up those that are due after it. Otherwise a fast run could lose a node for which
+        an earlier fault waits, and that fault would never take place.
+
         Args:
             faults: Faults to inject.
             limit_s: Time limit of the job in seconds.
@@ -149,9 +153,8 @@ class Chaos:
                 first_step = now
             if first_step is not None:
                 due = [fault for fault in self.pending if fault.is_due(self._driver.step, now - first_step)]
-                for fault in due:
-                    if self.inject(fault):
-                        self.pending.remove(fault)
+                for fault in itertools.takewhile(self.inject, sorted(due, key=lambda fault: fault.at_step or 0)):
+                    self.pending.remove(fault)
             self.kill_expired()
             if not is_over:
                 last_step = self._driver.step

@@ -245,7 +245,7 @@ def test_faults_are_injected_when_they_are_due(two_nodes: LocalNodes, tmp_path: 
 def test_a_run_ends_some_steps_after_its_last_fault_however_long_its_plan_is(
     two_nodes: LocalNodes, tmp_path: Path
 ) -> None:
-    """The last fault waits for a rank that there is only after the step at which it is due."""
+    """A fault waits for a rank that there is only after the step at which it is due, and the next one waits for it."""
     store, (first, _) = Store(str(tmp_path)), two_nodes.nodes
 
     def show(line: str) -> None:
@@ -254,9 +254,14 @@ def test_a_run_ends_some_steps_after_its_last_fault_however_long_its_plan_is(
 
     driver = driver_of(10**9, "time.sleep(0.01)", show)
     chaos = Chaos(two_nodes, store, driver)
-    faults = [Fault(Action.ADD, at_step=2), Fault(Action.SIGKILL, at_step=3)]
+    faults = [Fault(Action.KILL, at_step=4, target=1), Fault(Action.ADD, at_step=2), Fault(Action.SIGKILL, at_step=3)]
     assert chaos.run(faults, limit_s=30, steps_after=5) is None
     assert chaos.pending == []
+    assert [fault.fault.partition(" (")[0].partition(": ")[2] for fault in chaos.injected] == [
+        "add node",
+        "sigkill worker 0",
+        "kill node 1",
+    ]
     assert chaos.injected[-1].step >= 20
     assert driver.step >= chaos.injected[-1].step + 5
     assert is_alive(driver.process)
