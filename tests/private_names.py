@@ -26,6 +26,8 @@ ALLOWED: Mapping[str, Mapping[str, str]] = {
     },
     "python 3.11": {
         "_inheriting": "train.script_call",
+        "atexit._run_exitfuncs": "cluster.forking.programs",
+        "threading._shutdown": "cluster.forking.programs",
     },
     "pytorch-lightning 2.6": {
         "_current_fx_name": "adapters.lightning.hooks",
@@ -37,7 +39,7 @@ ALLOWED: Mapping[str, Mapping[str, str]] = {
     "ray 2.60": {
         "_do_request": "driver.submit",
         "_raise_error": "driver.submit",
-        "ray._private": "driver.submit",
+        "ray._private": "cluster.forking.server driver.submit",
     },
     "torch 2.13": {
         "_amp_foreach_non_finite_check_and_unscale_": "train.open_gradients",
@@ -72,7 +74,7 @@ ALLOWED: Mapping[str, Mapping[str, str]] = {
         "_version": "parallel.host_memory parallel.recompute parallel.selective train.open_gradients train.script_guard",
         "torch._C": "cluster.worker_check elastic.ray.backend parallel.selective train.open_gradients train.single_process",
         "torch._amp_foreach_non_finite_check_and_unscale_": "parallel.precision",
-        "torch._dynamo": "parallel.compile testing.conformance train.model",
+        "torch._dynamo": "cluster.forking.server parallel.compile testing.conformance train.model",
         "torch._inductor": "parallel.compile",
         "torch.distributed.distributed_c10d._abort_process_group": "elastic.ray.backend",
         "torch.distributed.distributed_c10d._world": "elastic.ray.actor parallel.collectives",

@@ -15,9 +15,9 @@ from urllib.parse import urlencode
 
 import psutil
 import pytest
-from forking.drivers import with_forked_drivers
-from forking.interpreter import write_interpreter
+from forked_drivers import with_forked_drivers
 
+from undula.cluster.forking.interpreter import write_interpreter
 from undula.cluster.local import LocalCluster, local_cluster
 from undula.errors import ClusterError
 from undula.state.processes import descendants, send_signal

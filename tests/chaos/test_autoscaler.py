@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from chaos_kit import command, release, wrapped
-from forking.drivers import with_forked_drivers
+from forked_drivers import with_forked_drivers
 
 from undula.cluster.prices import load_prices
 from undula.plan.fleet import ON_DEMAND, SPOT

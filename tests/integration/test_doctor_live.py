@@ -15,7 +15,7 @@ from typing import Any
 
 import psutil
 import pytest
-from forking.drivers import with_forked_drivers
+from forked_drivers import with_forked_drivers
 from waiting import wait_until
 
 from undula.cluster.local import LocalCluster, local_cluster

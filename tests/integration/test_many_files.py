@@ -7,7 +7,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from forking.drivers import with_forked_drivers
+from forked_drivers import with_forked_drivers
 from jobs_kit import Jobs
 from s3_server import S3Proxy, moto_server, serving
 

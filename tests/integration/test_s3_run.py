@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from forking.drivers import with_forked_drivers
+from forked_drivers import with_forked_drivers
 from jobs_kit import STREAMED, Jobs
 from s3_server import S3Proxy, serving
 from study_kit import Studies

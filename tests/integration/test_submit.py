@@ -13,9 +13,9 @@ from pathlib import Path
 
 import psutil
 import pytest
-from forking.interpreter import write_interpreter
 from jobs_kit import ROOT, SMALL, Jobs
 
+from undula.cluster.forking.interpreter import write_interpreter
 from undula.cluster.local import job_api_answers, local_cluster
 from undula.state.ledger import read_ledger
 from undula.state.processes import send_signal, signal_group
@@ -65,12 +65,6 @@ def test_ray_job_submit_on_nodes_without_the_package(bare_python: str, text: str
         )
         assert stranger.returncode != 0
         assert "Unauthorized" in stranger.stdout + stranger.stderr
-
-
-@pytest.fixture
-def forking_undula(forking_python: str) -> Sequence[str]:
-    """Command that starts a cluster whose workers and drivers are forks."""
-    return forking_python, "-m", "undula.cli"
 
 
 @pytest.fixture
@@ -127,11 +121,8 @@ def await_nothing_left(mark: str) -> None:
         time.sleep(0.1)  # limits the polling rate
 
 
-@pytest.mark.soak
-def test_undula_run_starts_a_cluster_and_leaves_no_process_behind(
-    forking_undula: Sequence[str], mark: str, text: str, tmp_path: Path
-) -> None:
-    process = start_undula_run(forking_undula, mark, text, tmp_path, "name=own", "plan.max_steps=10")
+def test_undula_run_starts_a_cluster_and_leaves_no_process_behind(mark: str, text: str, tmp_path: Path) -> None:
+    process = start_undula_run(UNDULA, mark, text, tmp_path, "name=own", "plan.max_steps=10")
     out, err = process.communicate(timeout=300)
     assert process.returncode == 0, out + err
     assert "started with 2 workers" in out
@@ -144,8 +135,8 @@ def test_undula_run_starts_a_cluster_and_leaves_no_process_behind(
     await_nothing_left(mark)
 
 
-def test_ctrl_c_leaves_no_process_behind(forking_undula: Sequence[str], mark: str, text: str, tmp_path: Path) -> None:
-    process = start_undula_run(forking_undula, mark, text, tmp_path, "name=interrupted", "plan.max_steps=1000000")
+def test_ctrl_c_leaves_no_process_behind(mark: str, text: str, tmp_path: Path) -> None:
+    process = start_undula_run(UNDULA, mark, text, tmp_path, "name=interrupted", "plan.max_steps=1000000")
     assert process.stdout is not None
     for line in process.stdout:
         if line.startswith("step "):

@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from forking.drivers import with_forked_drivers
+from forked_drivers import with_forked_drivers
 from jobs_kit import LANGUAGE_MODEL, Jobs, job_json
 
 from undula.cluster.local import LocalCluster, local_cluster

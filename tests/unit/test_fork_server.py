@@ -1,4 +1,4 @@
-"""Tests of the interpreter of test clusters and of its fork servers, with a node that does nothing."""
+"""Tests of the interpreter whose workers are forks, and of its fork servers, with a node that does nothing."""
 
 import array
 import os
@@ -14,10 +14,10 @@ from pathlib import Path
 import psutil
 import pytest
 
-TESTS = Path(__file__).parents[1]
+CLUSTER = Path(__file__).parents[2] / "platform" / "undula" / "cluster"
 CLIENT = f"""
 import signal, sys
-sys.path.append({str(TESTS)!r})
+sys.path.append({str(CLUSTER)!r})
 from forking import interpreter
 
 class Socket(interpreter.socket.socket):
@@ -29,7 +29,8 @@ class Socket(interpreter.socket.socket):
 
 interpreter.socket.socket = Socket
 signal.signal(signal.SIGTERM, lambda *_: None)
-sys.exit(interpreter._run_in_fork(sys.argv[1], "01000000", ("-c", "pass")))
+interpreter._exit_as(interpreter._run_in_fork(sys.argv[1], "01000000", ("-c", "pass")))
+sys.exit(5)
 """
 GROUP = """
 import subprocess, sys
@@ -40,13 +41,13 @@ member.kill()
 """
 PROGRAM = f"""
 import sys
-sys.path.append({str(TESTS)!r})
+sys.path.append({str(CLUSTER)!r})
 from forking import interpreter
 sys.exit(interpreter._run_in_fork(sys.argv[1], "01000000", ("-c", sys.argv[2])))
 """
 SERVER = f"""
 import sys
-sys.path.append({str(TESTS)!r})
+sys.path.append({str(CLUSTER)!r})
 from forking import server
 server.LIBRARIES = server.RAY = ()
 server.REQUEST_LIMIT_S = 1.0
@@ -97,7 +98,7 @@ def test_a_signal_reaches_no_other_process_if_the_fork_server_has_ended(tmp_path
         with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True) as group:
             accept(listener).close()
             out, _ = group.communicate(timeout=30)
-    assert out.split() == [str(128 + signal.SIGKILL), "None"]
+    assert out.split() == ["5", "None"]
 
 
 def test_signals_are_passed_on_through_the_fork_server(tmp_path: Path) -> None:
@@ -120,13 +121,29 @@ def test_signals_are_passed_on_through_the_fork_server(tmp_path: Path) -> None:
             assert process.wait(30) == 7
 
 
-def test_a_client_whose_request_is_refused_ends_like_a_killed_process(tmp_path: Path) -> None:
+def test_a_program_whose_fork_is_killed_with_its_server_ends_as_if_it_were_killed(tmp_path: Path) -> None:
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(tmp_path / "server"))
+        listener.listen()
+        with subprocess.Popen([sys.executable, "-c", CLIENT, str(tmp_path / "server")]) as process, killed(process):
+            client = accept(listener)
+            client.send(b"1")
+            client.close()
+            assert process.wait(30) == 128 + signal.SIGKILL
+
+
+def test_a_program_runs_without_a_fork_if_there_is_no_server(tmp_path: Path) -> None:
+    with subprocess.Popen([sys.executable, "-c", CLIENT, str(tmp_path / "server")]) as process, killed(process):
+        assert process.wait(30) == 5
+
+
+def test_a_program_whose_request_is_refused_runs_without_a_fork(tmp_path: Path) -> None:
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(str(tmp_path / "server"))
         listener.listen()
         with subprocess.Popen([sys.executable, "-c", CLIENT, str(tmp_path / "server")]) as process, killed(process):
             listener.accept()[0].close()
-            assert process.wait(30) == 128 + signal.SIGKILL
+            assert process.wait(30) == 5
 
 
 @pytest.fixture
@@ -165,6 +182,26 @@ def run_in_fork(server: "subprocess.Popen[bytes]", folder: Path, program: str) -
 def server_of_job(server: "subprocess.Popen[bytes]") -> psutil.Process:
     _, found = psutil.Process(server.pid).children()
     return found
+
+
+def test_a_node_whose_libraries_start_threads_refuses_to_fork(tmp_path: Path) -> None:
+    library = "import threading, time; threading.Thread(target=time.sleep, args=(60,), daemon=True).start()"
+    (tmp_path / "threading_library.py").write_text(library)
+    (tmp_path / "node.py").write_text(NODE)
+    code = SERVER.replace(
+        "server.LIBRARIES = server.RAY = ()", "server.LIBRARIES, server.RAY = ('threading_library',), ()"
+    )
+    command = [sys.executable, "-c", code, str(tmp_path / "python")]
+    env = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    with (
+        subprocess.Popen(command, stdin=subprocess.PIPE, stderr=subprocess.PIPE, cwd=tmp_path, env=env) as process,
+        killed(process),
+    ):
+        assert process.stderr is not None
+        while b"the import has started threads" not in process.stderr.readline():
+            assert process.poll() is None
+        client = [sys.executable, "-c", CLIENT, str(tmp_path / str(process.pid))]
+        assert subprocess.run(client, timeout=30).returncode == 5
 
 
 @pytest.mark.parametrize("sent", ["nothing", "the job", "the streams"])

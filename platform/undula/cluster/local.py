@@ -12,7 +12,7 @@ import tempfile
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,6 +30,8 @@ PORTS = range(20_000, 32_768)
 MOST_BASE = 20
 """Maximum length of the path of the folder for temporary files. With 24, the paths of Ray's sockets exceed the limit of 107 bytes."""
 PROXIES = ("http_proxy", "HTTP_PROXY", "https_proxy", "HTTPS_PROXY", "all_proxy", "ALL_PROXY")
+STARTS = "UNDULA_CLUSTER_STARTS"
+"""Environment variable of a process that is to wait for its cluster, which was started with it."""
 _PR_SET_PDEATHSIG = 1
 
 
@@ -59,7 +61,7 @@ def local_cluster(
     object_store_bytes: int | None = None,
     autoscaling: Path | None = None,
 ) -> Iterator[LocalCluster]:
-    """Start a cluster of one node and stop it at the end of the block.
+    """Start a cluster of one node that accepts jobs, and stop it at the end of the block.
 
     Args:
         num_cpus: Number of logical CPUs.
@@ -71,13 +73,34 @@ def local_cluster(
     Raises:
         ClusterError: The cluster did not start.
     """
+    with starting_cluster(num_cpus, env, python, object_store_bytes, autoscaling) as cluster:
+        await_start(cluster, lambda: job_api_answers(cluster.dashboard))
+        yield cluster
+
+
+@contextmanager
+def starting_cluster(
+    num_cpus: int,
+    env: Mapping[str, str] | None = None,
+    python: str = sys.executable,
+    object_store_bytes: int | None = None,
+    autoscaling: Path | None = None,
+    accepts_jobs: bool = True,
+) -> Iterator[LocalCluster]:
+    """Begin to start a cluster, as `local_cluster` does, and do not wait until it answers.
+
+    A cluster that does not accept jobs, because it has no dashboard, starts twice as fast. Scripts can connect to it.
+    """
     folder = _short_folder()
     token = folder / "token"
     token.touch(mode=0o600)
     token.write_text(secrets.token_hex(32))
     auth = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(token)}
     gcs, dashboard = free_ports(2)
-    command = _ray_start(python, num_cpus, folder, gcs, dashboard, object_store_bytes, autoscaling)
+    options = [] if object_store_bytes is None else [f"--object-store-memory={object_store_bytes}"]
+    options.append(f"--autoscaling-config={autoscaling}" if autoscaling else "--no-monitor")
+    options.append(f"--dashboard-port={dashboard}" if accepts_jobs else "--include-dashboard=false")
+    command = _ray_start(python, num_cpus, folder, gcs, options)
     bin_folder = str(Path(python).parent)
     settings = {
         "RAY_worker_niceness": "0",  # by default, Ray gives workers the lowest priority on the machine
@@ -104,13 +127,12 @@ def local_cluster(
             stderr=log,
             stdin=subprocess.DEVNULL,
             start_new_session=True,
-            preexec_fn=_before_exec,
+            preexec_fn=before_exec,
         )
-        # SIGTERM makes `ray start --block` end its children.
-        stack.callback(end_group, process, STOP_TIMEOUT_S)
+        # SIGTERM makes `ray start --block` end its children. A cluster for one script has nothing left to save when that has ended.
+        stack.callback(end_group, process, STOP_TIMEOUT_S if accepts_jobs else 0.0)
         url = f"http://127.0.0.1:{dashboard}"
         cluster = LocalCluster(f"127.0.0.1:{gcs}", url, auth, psutil.Process(process.pid), python, folder)
-        _await_jobs(cluster, folder / "start.log")
         yield cluster
 
 
@@ -130,24 +152,14 @@ def _short_folder() -> Path:
         ) from error
 
 
-def _ray_start(
-    python: str,
-    num_cpus: int,
-    folder: Path,
-    gcs_port: int,
-    dashboard_port: int,
-    object_store_bytes: int | None,
-    autoscaling: Path | None,
-) -> list[str]:
+def _ray_start(python: str, num_cpus: int, folder: Path, gcs_port: int, options: Sequence[str]) -> list[str]:
     (client,) = free_ports(1)
-    monitor = f"--autoscaling-config={autoscaling}" if autoscaling else "--no-monitor"
-    store = [f"--object-store-memory={object_store_bytes}"] if object_store_bytes else []
     return [
         *(python, "-m", "ray.scripts.scripts", "start", "--head", "--block", "--disable-usage-stats"),
-        *(monitor, "--include-log-monitor=False", f"--num-cpus={num_cpus}", f"--temp-dir={folder}"),
-        *("--node-ip-address=127.0.0.1", f"--port={gcs_port}", f"--dashboard-port={dashboard_port}"),
+        *("--include-log-monitor=False", f"--num-cpus={num_cpus}", f"--temp-dir={folder}"),
+        *("--node-ip-address=127.0.0.1", f"--port={gcs_port}"),
         # A port that is chosen here could be taken before the agent listens, which then accepts no job and does not say so.
-        *(f"--ray-client-server-port={client}", "--dashboard-agent-listen-port=0", *store),
+        *(f"--ray-client-server-port={client}", "--dashboard-agent-listen-port=0", *options),
     ]
 
 
@@ -177,18 +189,33 @@ def job_api_answers(dashboard: str) -> bool:
         return False
 
 
-def _await_jobs(cluster: LocalCluster, log: Path) -> None:
-    """Wait until the cluster accepts jobs."""
+def await_start(cluster: LocalCluster, has_started: Callable[[], bool]) -> None:
+    """Wait until a cluster has started.
+
+    Raises:
+        ClusterError: The cluster has ended, or has not started within START_TIMEOUT_S.
+    """
     deadline = time.monotonic() + START_TIMEOUT_S
-    while not job_api_answers(cluster.dashboard):
+    while not has_started():
         has_ended = not is_alive(cluster.process)
         if has_ended or time.monotonic() > deadline:
             what = "ended while it started" if has_ended else f"did not start within {START_TIMEOUT_S:.0f} s"
-            raise ClusterError(f"the local Ray cluster {what}: {' '.join(log.read_text().split())[-1000:]}")
+            log = (cluster.folder / "start.log").read_text()
+            raise ClusterError(f"the local Ray cluster {what}: {' '.join(log.split())[-1000:]}")
         time.sleep(0.1)
 
 
-def _before_exec() -> None:
+def head_answers(address: str) -> bool:
+    """Return whether a process listens at the address of a cluster's head, HOST:PORT."""
+    host, _, port = address.rpartition(":")
+    try:
+        socket.create_connection((host, int(port)), timeout=2).close()
+    except OSError:
+        return False
+    return True
+
+
+def before_exec() -> None:
     """Make the new process end with its parent and run as a batch process.
 
     Ray's daemons wake up a thousand times per second and must not preempt training.

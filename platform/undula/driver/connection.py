@@ -7,12 +7,14 @@ import os
 import re
 import socket
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import ray
 
+from undula.cluster.local import STARTS, head_answers
 from undula.data.script.pickling import modules_of, pickle_modules_by_name
 from undula.elastic.ray import private_environment
 from undula.elastic.ray.ray_logging import stop_error_messages
@@ -20,6 +22,7 @@ from undula.errors import ClusterError, one_line
 from undula.train.run import Run
 from undula.train.script_file import ScriptFile
 
+POLL_S = 0.05
 CONNECT_TIMEOUT_S = 10.0
 """Maximum time in seconds to reach the cluster's address."""
 
@@ -45,9 +48,15 @@ def connected() -> Iterator[None]:
                 "--address http://HOST:8265`, or set RAY_ADDRESS to HOST:6379 on a node of the cluster"
             )
         try:
+            _await_start(address)
             if re.fullmatch(r"[^/]+:\d+", address):  # Ray's own attempts would take a minute
                 socket.create_connection(address.rsplit(":", 1), timeout=CONNECT_TIMEOUT_S).close()  # type: ignore[arg-type]
-            ray.init(log_to_driver=False, logging_level=logging.ERROR)
+            with private_environment.passed_on() as variables:
+                ray.init(
+                    log_to_driver=False,
+                    logging_level=logging.ERROR,
+                    runtime_env={"env_vars": variables} if variables else None,
+                )
         except (OSError, ray.exceptions.RayError) as error:
             where = address or "on this machine"
             raise ClusterError(
@@ -62,6 +71,13 @@ def connected() -> Iterator[None]:
         if not was_connected:
             private_environment.forget()
             ray.shutdown()  # Ray's own shutdown at exit would wait half a second for logs
+
+
+def _await_start(address: str) -> None:
+    """Wait for a cluster that was started with this process, which is ended if the cluster does not start."""
+    if os.environ.pop(STARTS, None):
+        while not head_answers(address):
+            time.sleep(POLL_S)
 
 
 @contextmanager

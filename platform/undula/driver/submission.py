@@ -2,7 +2,7 @@
 
 A job on a cluster that was there before does not need the process that has submitted it: Ctrl-C ends only this process.
 
-The module imports Ray only when the cluster is up, because Ray reads the cluster's token when it is imported.
+The module imports Ray only to talk to a cluster's job API: the import takes a while, and a script on a cluster of its own does not need it.
 """
 
 import math
@@ -10,16 +10,17 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
-from undula.cluster.local import cluster_at_hand, job_api_answers, local_cluster
+from undula.cluster.local import cluster_at_hand, job_api_answers
 from undula.cluster.room import refuse_what_never_fits
 from undula.config.environment import without_secrets
 from undula.config.job import LoadedSpec, absolute_paths, script_of
+from undula.driver.local_job import run_on_own_cluster
 from undula.elastic.pure.spec import WorkersSpec
 from undula.errors import INTERRUPTED, ClusterError, SpecError
 from undula.state.defaults import default_runs
@@ -37,8 +38,6 @@ FRESH = "--fresh"
 """Option of a script with which its job starts over."""
 KILLED = 128 + signal.SIGKILL
 """Exit status of a script that was killed."""
-STOP_TIMEOUT_S = 5.0
-"""Maximum time in seconds to wait until a job on a local cluster has stopped."""
 AWAIT_CLUSTER_S = 2.0
 """Seconds between two attempts to reach a cluster."""
 MOST_REFUSALS = 30
@@ -167,9 +166,7 @@ def run_submission(submission: Submission, address: str | None, screen: LiveScre
     with _environment(submission.environment):
         submission.check_here()
     screen.show("starting a local Ray cluster ...")
-    with local_cluster(submission.num_cpus) as cluster:
-        os.environ.update(cluster.env)
-        return _run_here(submission, cluster.dashboard, screen)
+    return _run_here(submission, screen)
 
 
 @contextmanager
@@ -184,22 +181,19 @@ def _environment(variables: Mapping[str, str]) -> Iterator[None]:
         os.environ.update(before)
 
 
-def _run_here(submission: Submission, dashboard: str, screen: LiveScreen) -> int:
-    """Run a script on the local cluster of this process. Ctrl-C stops it."""
-    from undula.driver import follow, submit  # these import Ray, which reads the token from the environment
-
-    api = submit.connect(dashboard)
-    _start(api, job := submit.new_job(), submission, is_here=True)
+def _run_here(submission: Submission, screen: LiveScreen) -> int:
+    """Run a script on a cluster of its own. Ctrl-C stops both."""
     try:
-        return _ended(submission, follow.follow_to_the_end(api, job, screen.show), screen)
+        code = run_on_own_cluster(
+            submission.script, submission.arguments, submission.environment, submission.num_cpus, screen.show
+        )
     except (KeyboardInterrupt, SystemExit):
         screen.close()
-        with suppress(ClusterError):
-            submit.stop(api, job, STOP_TIMEOUT_S)
         screen.show(submission.continuing)
         raise
     finally:
         screen.close()
+    return _shown(code, submission, screen)
 
 
 def _run_on_cluster(submission: Submission, dashboard: str, option: str, screen: LiveScreen, mode: Mode) -> int:
@@ -248,10 +242,10 @@ def _run_on_cluster(submission: Submission, dashboard: str, option: str, screen:
         submission, job = submission.again(), submit.new_job()
 
 
-def _start(api: "JobApi", job: str, submission: Submission, is_here: bool = False) -> None:
+def _start(api: "JobApi", job: str, submission: Submission) -> None:
     from undula.driver import submit
 
-    submit.start(api, job, submission.url, submission.script, submission.arguments, submission.environment, is_here)
+    submit.start(api, job, submission.url, submission.script, submission.arguments, submission.environment)
 
 
 def _ended(submission: Submission, details: "JobDetails | None", screen: LiveScreen) -> int:
@@ -264,7 +258,11 @@ def _ended(submission: Submission, details: "JobDetails | None", screen: LiveScr
             f"the cluster has lost the job, because its head was replaced; submit it again under the name {submission.name} to continue, "
             "with --keep-alive to have this done for you"
         )
-    status = follow.exit_status(details, screen.show)
+    return _shown(follow.exit_status(details, screen.show), submission, screen)
+
+
+def _shown(status: int, submission: Submission, screen: LiveScreen) -> int:
+    """Return the exit status of a job, after saying how to continue it if its driver was killed."""
     if status == KILLED:  # a killed driver cannot print this itself
         screen.show(f"the job's driver was killed\n{submission.continuing}")
     return status

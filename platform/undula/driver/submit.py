@@ -111,7 +111,6 @@ def start(
     script: Path,
     arguments: Sequence[str],
     environment: Mapping[str, str],
-    is_here: bool = False,
 ) -> None:
     """Run a script on the cluster as the driver of a job. The script's folder and this package are uploaded for it.
 
@@ -124,7 +123,6 @@ def start(
         script: Path of the script; it can import files beside it.
         arguments: Arguments of the script.
         environment: Environment variables of the job's processes.
-        is_here: Whether the cluster has no other machine than this one, so that nothing needs to be uploaded.
 
     Raises:
         SpecError: The script's folder is too large to be uploaded.
@@ -132,22 +130,18 @@ def start(
         ConnectionLostError: The cluster has not answered. It may have started the job.
     """
     script = script.absolute()
-    modules = [*([] if is_here else [Path(undula.__file__).parent]), *project_modules(script)]
-    uploaded: dict[str, Any] = {} if is_here else {"working_dir": str(script.parent)}
-    if modules:
-        uploaded["py_modules"] = [str(module) for module in modules]
+    modules = [Path(undula.__file__).parent, *project_modules(script)]
     try:
         if not is_unknown(api, job):
             return
         _submit(
             api,
             submission_id=job,
-            entrypoint=shlex.join(
-                ["python", "-u", "-m", "undula.driver", str(script) if is_here else script.name, *arguments]
-            ),
+            entrypoint=shlex.join(["python", "-u", "-m", "undula.driver", script.name, *arguments]),
             metadata={RUN: directory(run)},
             runtime_env={
-                **uploaded,
+                "working_dir": str(script.parent),
+                "py_modules": [str(module) for module in modules],
                 "env_vars": {
                     "PYTHONHASHSEED": "0",
                     FOLDER: str(script.parent),

@@ -96,7 +96,7 @@ def test_a_job_that_never_fits_is_refused_before_a_local_cluster_starts(monkeypa
     monkeypatch.delenv("RAY_API_SERVER_ADDRESS", raising=False)
     monkeypatch.setenv("RAY_OVERRIDE_RESOURCES", '{"GPU": 0}')  # as on a machine without a GPU
     monkeypatch.setattr(local, "DEFAULT_DASHBOARD", "http://127.0.0.1:1")
-    monkeypatch.setattr(submission, "local_cluster", started)
+    monkeypatch.setattr(submission, "run_on_own_cluster", started)
     with pytest.raises(
         SpecError, match=r"job\.yaml:7: workers\.gpus is 1, but this machine has no GPU, .* set workers\.gpus=0, or"
     ):

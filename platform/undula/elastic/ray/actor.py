@@ -3,6 +3,7 @@
 import gc
 import inspect
 import logging
+import os
 import signal
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -96,6 +97,10 @@ class ElasticWorker(RayTrainWorker):
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._state = worker_state()
+        if (threads := os.environ.get("OMP_NUM_THREADS", "")).isdecimal():
+            torch.set_num_threads(
+                int(threads)
+            )  # torch itself has read this before Ray has set it if this process is a fork
 
     def prepare(
         self, train_fn_ref: ObjectRefWrapper[Any], prepare: Callable[[], None] | None, resident_bytes: int, home: str

@@ -1,18 +1,22 @@
 """Environment variables of a job that appear in no list of jobs, log or file, such as secrets.
 
 The submitter stores them in the memory of the cluster's head, in place of a package. Each process of the job, its driver included, takes
-them from there when it starts, before it imports anything of the job. The driver deletes them when it ends.
+them from there when it starts, before it imports anything of the job. The driver deletes them when it ends. On a cluster of its own, the
+driver has got them already, and stores them itself.
 """
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from importlib import import_module
 from secrets import token_hex
 from typing import Any
 
 URI = "UNDULA_PRIVATE"
 """Environment variable with the name of the package, which the lists of jobs may show: only processes of the cluster can read it."""
+NAMES = "UNDULA_PRIVATE_NAMES"
+"""Environment variable of a driver with the names of the variables that it has itself and that its workers are to take, as a JSON list."""
 HOOK = f"{__name__}.take"
 
 
@@ -34,6 +38,24 @@ def variables_for(package: str) -> dict[str, str]:
     """
     variable = import_module("ray._private.ray_constants").WORKER_PROCESS_SETUP_HOOK_ENV_VAR
     return {URI: f"gcs://{package}", variable: HOOK}
+
+
+def names_of(variables: Mapping[str, str]) -> dict[str, str]:
+    """Return the environment variable with which a driver that has these variables passes them on to its workers."""
+    return {NAMES: json.dumps([*variables])} if variables else {}
+
+
+@contextmanager
+def passed_on() -> Iterator[dict[str, str]]:
+    """Yield the environment variables of the workers of this driver, which connects in the block. Then they can take its variables."""
+    names = json.loads(os.environ.pop(NAMES, "[]"))
+    if not names:
+        yield {}
+        return
+    package = new_package()
+    yield variables_for(package)
+    os.environ[URI] = f"gcs://{package}"
+    _storage()._internal_kv_put(os.environ[URI], packed({name: os.environ[name] for name in names}))
 
 
 def take() -> None:

@@ -3,7 +3,7 @@
 from dataclasses import replace
 from pathlib import Path
 
-from forking.interpreter import DRIVER_SOCKET
+from undula.cluster.forking.interpreter import DRIVER_SOCKET
 from undula.cluster.local import LocalCluster
 
 

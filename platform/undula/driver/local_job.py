@@ -1,0 +1,118 @@
+"""Run of a script on a new local cluster of its own, which ends with it.
+
+The script starts while the cluster does: it imports its libraries and checks the job before it connects. Ray's job API, which would start
+it only afterwards, is not used.
+"""
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from undula.cluster.forking.interpreter import DRIVER_SOCKET, MODULES, is_possible, socket_of, write_interpreter
+from undula.cluster.local import STARTS, LocalCluster, await_start, before_exec, head_answers, starting_cluster
+from undula.driver.project import project_modules
+from undula.elastic.ray.private_environment import names_of
+from undula.state.processes import end_group
+
+FORKED = ("undula.entry", "undula.elastic.ray.controller", "ray.tune")
+"""Modules that the script's driver and the workers import, besides torch and Ray."""
+READ_EARLY = (
+    "ARROW_",
+    "GOMP_",
+    "KMP_",
+    "LD_",
+    "MALLOC_",
+    "MKL_",
+    "OMP_",
+    "OPENBLAS_",
+    "PYTHON",
+    "PYTORCH_",
+    "RAY_",
+    "TORCH",
+)
+"""Beginnings of the names of environment variables that Python, torch, Ray and their libraries read when they are started or imported."""
+STOP_TIMEOUT_S = 5.0
+"""Maximum time in seconds to wait until a script that is stopped has ended."""
+
+
+def run_on_own_cluster(
+    script: Path, arguments: Sequence[str], variables: Mapping[str, str], num_cpus: int, show: Callable[[str], None]
+) -> int:
+    """Run a script on a new local cluster, and return its exit status.
+
+    Args:
+        script: Path of the script.
+        arguments: Its arguments.
+        variables: Environment variables of the script and its workers, which no log or file shows.
+        num_cpus: Number of CPUs of the cluster.
+        show: Callback for each line that the script prints.
+
+    Raises:
+        ClusterError: The cluster did not start.
+        KeyboardInterrupt, SystemExit: Ctrl-C or SIGTERM ended this command. The script was stopped.
+    """
+    with (
+        _links_to(project_modules(script)) as path,
+        _forking_python(variables) as python,
+        starting_cluster(num_cpus, {**path, MODULES: ",".join(FORKED)}, python, accepts_jobs=False) as cluster,
+        _started(script, arguments, cluster, {**path, **variables, **names_of(variables)}) as process,
+    ):
+        await_start(cluster, lambda: process.poll() is not None or head_answers(cluster.address))
+        assert process.stdout is not None
+        for line in process.stdout:
+            show(line.decode(errors="backslashreplace").rstrip("\n"))
+        code = process.wait()
+    return code if code >= 0 else 128 - code
+
+
+@contextmanager
+def _forking_python(variables: Mapping[str, str]) -> Iterator[str]:
+    """Yield the path of an interpreter whose workers are forks; that of this one if the system cannot fork, or if libraries read one of
+    the job's variables when they are imported, which they are before the fork."""
+    if not is_possible() or any(name.startswith(READ_EARLY) for name in variables):
+        yield sys.executable
+        return
+    with TemporaryDirectory(prefix="undula-python-") as folder:
+        yield write_interpreter(Path(folder))
+
+
+@contextmanager
+def _links_to(modules: Sequence[Path]) -> Iterator[dict[str, str]]:
+    """Return the environment variable with which Python finds packages and modules, but nothing that lies beside them."""
+    if not modules:
+        yield {}
+        return
+    with TemporaryDirectory(prefix="undula-modules-") as folder:
+        for module in modules:
+            Path(folder, module.name).symlink_to(module)
+        yield {"PYTHONPATH": os.pathsep.join([folder, *filter(None, [os.environ.get("PYTHONPATH")])])}
+
+
+@contextmanager
+def _started(
+    script: Path, arguments: Sequence[str], cluster: LocalCluster, env: Mapping[str, str]
+) -> "Iterator[subprocess.Popen[bytes]]":
+    """Start a script, which ends with the block at the latest."""
+    own = {"RAY_ADDRESS": cluster.address, STARTS: "1", "PYTHONHASHSEED": "0"}
+    if cluster.python != sys.executable:
+        listens = socket_of(cluster.python, cluster.process.pid)
+        await_start(cluster, listens.exists)
+        own[DRIVER_SOCKET] = str(listens)
+    process = subprocess.Popen(
+        [cluster.python, "-u", "-m", "undula.driver", str(script), *arguments],
+        env={**os.environ, **cluster.env, **env, **own},
+        cwd=script.parent,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,  # Ctrl-C must not reach it twice
+        preexec_fn=before_exec,
+    )
+    try:
+        yield process
+    finally:
+        end_group(process, STOP_TIMEOUT_S)
