@@ -5,7 +5,7 @@ RUN ?= language-model-$(shell date +%Y%m%d-%H%M%S)
 DATA ?= $(HOME)/undula/data/stdlib-text
 
 .DEFAULT_GOAL := help
-.PHONY: help horovod setup train test test-gpu check format bench bench-data bench-elastic bench-study soak clean
+.PHONY: help horovod setup train test test-gpu check format bench bench-data bench-start bench-elastic bench-study soak clean
 
 help:  ## This list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 12
@@ -51,6 +51,9 @@ format: .venv/ready-to-test  ## Format and fix what can be fixed
 bench: .venv/ready-with-horovod  ## Step throughput beside hand-written loops, torchrun DDP and horovodrun; build/bench/loop*.json
 	$(BIN)/python -m tests.baselines.bench_loop
 	$(BIN)/python -m tests.baselines.bench_loop --engine horovod
+
+bench-start: .venv/ready-to-test  ## Seconds from `undula run` to the first step and back to the prompt, beside torchrun; build/bench/start.json
+	$(BIN)/python -m tests.baselines.bench_start
 
 bench-data: .venv/ready-to-test  ## Reading rows beside a plain scan, Ray Data, MosaicML Streaming and LitData; build/bench/data-*.json
 	$(BIN)/python -m tests.baselines.bench_data

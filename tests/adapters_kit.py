@@ -12,8 +12,8 @@ from numbers_job import cpu_run
 
 from undula.adapters.script import Script, ScriptConfig
 from undula.config.job import load_spec
-from undula.driver.launch import job_of
 from undula.driver.preflight import check_job, examine
+from undula.driver.record import job_of
 from undula.recovery.worker_state import LeaveGroup, WorkerState
 from undula.state.ledger import read_ledger
 from undula.storage import Store, open_store

@@ -48,8 +48,8 @@ def _train(script: str, overrides: list[str], rank: int, world_size: int, rendez
 
     from undula.adapters.script import Script, ScriptConfig
     from undula.config.job import load_spec
-    from undula.driver.launch import job_of, record_job
     from undula.driver.preflight import check_job, examine
+    from undula.driver.record import job_of, record_job
     from undula.testing.watched import Watched
     from undula.train.single_process import SingleProcess
 

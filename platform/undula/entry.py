@@ -4,27 +4,31 @@ import argparse
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from undula.config.environment import with_secrets
 from undula.config.job import load_spec, script_of
 from undula.config.yaml_file import Setting
-from undula.driver.connection import private_environment_of_job
 from undula.driver.script import begin_call, note_begin, run_script
-from undula.driver.training import TrainFunction, end_on_sigterm, train_job
 from undula.errors import SpecError, needs_extra, one_sentence
 from undula.study.load import load_study
 from undula.telemetry.tracker import Tracker
 
+if TYPE_CHECKING:
+    from undula.driver.training import (
+        TrainFunction,  # torch and Ray take seconds to import, and commands of a script need neither
+    )
+
 
 def main(
-    train: TrainFunction,
+    train: "TrainFunction",
     config: type | None = None,
     argv: Sequence[str] | None = None,
     settings: Callable[[Mapping[str, Any]], Mapping[str, Setting]] = lambda _tree: {},
     trackers: Sequence[Tracker] = (),
 ) -> None:
-    """Run a job script: check its YAML and overrides, train on the available Ray cluster, and print the result and the run directory.
+    """Run a job script: check its YAML and overrides, train on the available Ray cluster or in this process, and print the result and the
+    run directory.
 
     The process exits with a message of one sentence if the input is wrong (status 2) or the cluster cannot train it (3), and with status 1
     if training fails.
@@ -32,7 +36,7 @@ def main(
     Args:
         train: Training loop of the script. It runs in every worker.
         config: Dataclass of the script's own settings, which are under `config` in the YAML. Without it, they are a mapping.
-        argv: Command line, by default that of this process: [--config JOB.yaml] [--print] [--fresh] [key.sub=value ...].
+        argv: Command line, by default that of this process: [--config JOB.yaml] [--print] [--fresh] [--in-process] [key.sub=value ...].
             JOB.yaml defaults to the file beside the script with the same name. With --study STUDY.yaml, the script conducts a study of
             the job instead.
         settings: Callback that returns settings of the script itself by dotted key, given the tree of the YAML with its overrides.
@@ -41,9 +45,33 @@ def main(
     note_begin()
     if not begin_call(train):
         return
-    end_on_sigterm()
     options = _parser().parse_intermixed_args(argv)
-    with one_sentence(), private_environment_of_job():
+    with one_sentence():
+        if not options.in_process:
+            _main_on_cluster(train, config, options, settings, trackers)
+            return
+        if options.study:
+            raise SpecError("command line: --in-process cannot be combined with --study; remove one of them")
+        from undula.driver.in_process import in_process
+        from undula.driver.training import train_job
+
+        loaded = load_spec(options.config, with_secrets(options.overrides), config, settings=settings)
+        train_job(loaded, train, in_process, options.fresh, trackers)
+
+
+def _main_on_cluster(
+    train: "TrainFunction",
+    config: type | None,
+    options: argparse.Namespace,
+    settings: Callable[[Mapping[str, Any]], Mapping[str, Setting]],
+    trackers: Sequence[Tracker],
+) -> None:
+    from undula.driver.cluster import on_cluster
+    from undula.driver.connection import private_environment_of_job
+    from undula.driver.training import end_on_sigterm, train_job
+
+    end_on_sigterm()
+    with private_environment_of_job():
         overrides = with_secrets(options.overrides)
         if options.study:
             with needs_extra("study"):
@@ -54,7 +82,7 @@ def main(
         if options.print:
             print(loaded.to_yaml(), end="")
             return
-        train_job(loaded, train, options.trainer, options.fresh, trackers)
+        train_job(loaded, train, on_cluster(loaded, options.trainer), options.fresh, trackers)
 
 
 def study_main(argv: Sequence[str] | None = None) -> None:
@@ -86,6 +114,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     text = "trainer that runs the loop; `ray` is Ray Train's own, for comparison (default: undula)"
     parser.add_argument("--trainer", choices=["undula", "ray"], default="undula", help=text)
+    parser.add_argument(
+        "--in-process", action="store_true", help="train in this process, as the only worker, without Ray"
+    )
     parser.add_argument(
         "--study", type=Path, metavar="STUDY.yaml", help="conduct a study of the job instead of training it"
     )

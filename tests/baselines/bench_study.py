@@ -19,7 +19,7 @@ from typing import Any
 
 from tests.baselines.result import print_and_write
 from undula.cluster.local import LocalCluster, local_cluster
-from undula.driver.launch import job_of
+from undula.driver.record import job_of
 
 ROOT = Path(__file__).parents[2]
 RATES = [0.002, 0.004, 0.008, 0.015, 0.03, 0.06, 0.12, 0.24]

@@ -12,8 +12,8 @@ import pytest
 
 from undula.cluster.local import LocalCluster
 from undula.config.job import load_spec
-from undula.driver.launch import job_of
 from undula.driver.preflight import check_job, examine
+from undula.driver.record import job_of
 from undula.state.ledger import read_ledger
 from undula.storage import open_store
 from undula.train.single_process import SingleProcess

@@ -26,6 +26,11 @@ from undula.cli.options import (
 @mode_options
 @click.option("--fresh", is_flag=True, help="Delete the run of this name and start over.")
 @click.option(
+    "--in-process",
+    is_flag=True,
+    help="Train in this process, as the only worker, without Ray: for debuggers and profilers.",
+)
+@click.option(
     "--print",
     "prints",
     is_flag=True,
@@ -43,6 +48,7 @@ def run(
     detach: bool,
     keep_alive: bool,
     fresh: bool,
+    in_process: bool,
     prints: bool,
 ) -> int:
     """Submit the script of JOB.yaml to a Ray cluster, and follow it until it ends.
@@ -56,11 +62,13 @@ def run(
       undula run jobs/language_model.yaml name=first plan.max_steps=100
       undula run jobs/language_model.yaml workers.max=8 --address http://HEAD:8265
       undula run jobs/language_model.yaml --detach
+      undula run jobs/language_model.yaml --in-process --fresh
     """
     from undula.config.environment import job_environment
     from undula.config.job import load_spec, script_of
     from undula.driver.print_job import printed_by_script
-    from undula.driver.submission import run_submission, submission_of_job
+    from undula.driver.submission import run_in_this_process, run_submission, submission_of_job
+    from undula.errors import SpecError
     from undula.telemetry.live import LiveScreen
 
     overrides = with_runs(overrides, runs)
@@ -71,4 +79,9 @@ def run(
     mode = mode_of(detach, keep_alive)
     environment = job_environment(env, secrets, secret_files)
     submission = submission_of_job(job, loaded, overrides, script, fresh).with_environment(environment)
-    return run_submission(submission, address, LiveScreen(sys.stdout), mode)
+    if not in_process:
+        return run_submission(submission, address, LiveScreen(sys.stdout), mode)
+    if address or mode != "follow":
+        other = "--address" if address else f"--{mode}"
+        raise SpecError(f"command line: --in-process cannot be combined with {other}; remove one of them")
+    return run_in_this_process(submission)

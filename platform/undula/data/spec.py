@@ -49,9 +49,9 @@ class DataSpec:
     head_mib: Annotated[int, Ge(0)] = 32
     """Amount of decoded data in MiB that a worker reads itself after a start or resume, while Ray Data's tasks start. A worker whose share
     of the data is smaller starts no tasks."""
-    read_tasks: Annotated[int, Gt(0)] = 2
+    read_tasks: Annotated[int, Ge(0)] = 2
     """Maximum number of Ray Data read tasks that run concurrently for each worker. Fewer run if their decoded row groups would take more
-    than half of `prefetch_mib`."""
+    than half of `prefetch_mib`. With 0, a thread of the worker reads all data."""
     prefetch_mib: Annotated[int, Gt(0)] = 512
     """Maximum amount of decoded rows in MiB that Ray Data reads ahead of a worker, in addition to the shuffle windows in use. Only a
     single row group that is larger than half of it can exceed it."""

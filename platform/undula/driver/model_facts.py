@@ -8,8 +8,8 @@ import io
 import logging
 import sys
 import warnings
-from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack, nullcontext, redirect_stdout
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, redirect_stdout
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -68,7 +68,13 @@ def script_facts(train: Callable[[Run], None], loaded: LoadedSpec, num_rows: int
         UndulaError: The run cannot use the dataset or something else in the script, or the script gives no dataset although the job's YAML
             names no data.
     """
-    with _world(), redirect_stdout(io.StringIO()), warnings.catch_warnings(), ExitStack() as stack:
+    with (
+        _world(),
+        _without_breakpoints(),
+        redirect_stdout(io.StringIO()),
+        warnings.catch_warnings(),
+        ExitStack() as stack,
+    ):
         warnings.simplefilter("ignore")
         probe = _Probe(loaded, num_rows, stack)
         try:
@@ -91,6 +97,17 @@ def script_facts(train: Callable[[Run], None], loaded: LoadedSpec, num_rows: int
         else:
             probe.require_data(None)
         return ScriptFacts(probe.data, None)
+
+
+@contextmanager
+def _without_breakpoints() -> Iterator[None]:
+    """Let `breakpoint()` do nothing, because the script runs once more to train."""
+    hook = sys.breakpointhook
+    sys.breakpointhook = lambda *_, **__: None
+    try:
+        yield
+    finally:
+        sys.breakpointhook = hook
 
 
 class _ModelBuiltError(Exception):

@@ -12,8 +12,6 @@ from undula.data.stored.manifest import load_manifest
 from undula.data.stored.mixture import Mixture, StoredData, load_data
 from undula.driver.model_facts import ModelFacts, script_facts
 from undula.driver.trackers import checked_trackers
-from undula.elastic.ray.cluster_gpus import offers_gpus
-from undula.elastic.ray.horovod import check as check_horovod
 from undula.errors import ManifestError, RunError, SpecError, StorageError
 from undula.parallel.capabilities import refusal
 from undula.parallel.precision import cpu_problem
@@ -117,7 +115,7 @@ def check_job(loaded: LoadedSpec) -> StoredData | None:
         UndulaError: The first mistake that was found.
     """
     if loaded.spec.engine == "horovod":
-        check_horovod(loaded.spec.horovod, has_gpus=loaded.spec.workers.gpus not in ("auto", 0))
+        _check_horovod(loaded, has_gpus=loaded.spec.workers.gpus not in ("auto", 0))
     if loaded.spec.workers.gpus == 0:
         _refuse_format_on_cpu(loaded)
     _refuse_lost_path("runs", loaded.spec.runs, loaded)
@@ -137,8 +135,12 @@ def check_job(loaded: LoadedSpec) -> StoredData | None:
     return data
 
 
-def on_cluster(loaded: LoadedSpec) -> LoadedSpec:
-    """Return the job with numbers in place of the values that depend on the cluster. The driver must be connected to the cluster.
+def on_machines(loaded: LoadedSpec, have_gpus: Callable[[], bool]) -> LoadedSpec:
+    """Return the job with numbers in place of the values that depend on the machines that train it.
+
+    Args:
+        loaded: The job.
+        have_gpus: Callback that returns whether these machines have GPUs. It is called if the number of GPUs depends on that.
 
     Raises:
         ClusterError: The workers get GPUs, and the installed Horovod cannot use them.
@@ -147,9 +149,9 @@ def on_cluster(loaded: LoadedSpec) -> LoadedSpec:
     spec = loaded.spec
     if spec.workers.gpus != "auto":
         return loaded
-    workers = spec.workers.on_cluster(offers_gpus())
+    workers = spec.workers.on_cluster(have_gpus())
     if spec.engine == "horovod":
-        check_horovod(spec.horovod, has_gpus=bool(workers.gpus))
+        _check_horovod(loaded, has_gpus=bool(workers.gpus))
     if not workers.gpus:
         _refuse_format_on_cpu(loaded)
     return loaded.with_workers(workers)
@@ -207,6 +209,12 @@ def _checked(
     except (StorageError, ManifestError, SpecError) as error:
         raise type(error)(f"{loaded.origin(key)}: {key}: {error}") from error
     return data
+
+
+def _check_horovod(loaded: LoadedSpec, has_gpus: bool) -> None:
+    from undula.elastic.ray.horovod import check  # which imports Ray Train
+
+    check(loaded.spec.horovod, has_gpus)
 
 
 def _refuse_format_on_cpu(loaded: LoadedSpec) -> None:

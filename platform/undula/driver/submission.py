@@ -21,6 +21,7 @@ from undula.cluster.room import refuse_what_never_fits
 from undula.config.environment import without_secrets
 from undula.config.job import LoadedSpec, absolute_paths, script_of
 from undula.driver.local_job import run_on_own_cluster
+from undula.driver.script import run_submitted
 from undula.elastic.pure.spec import WorkersSpec
 from undula.errors import INTERRUPTED, ClusterError, SpecError
 from undula.state.defaults import default_runs
@@ -167,6 +168,13 @@ def run_submission(submission: Submission, address: str | None, screen: LiveScre
         submission.check_here()
     screen.show("starting a local Ray cluster ...")
     return _run_here(submission, screen)
+
+
+def run_in_this_process(submission: Submission) -> int:
+    """Run a script in this process, as `python SCRIPT ARGUMENTS --in-process` does, and return its exit status."""
+    os.environ.update(submission.environment)
+    run_submitted(submission.script, [*submission.arguments, "--in-process"])
+    return 0
 
 
 @contextmanager

@@ -3,15 +3,18 @@
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from undula.parallel.layout import Layout
 from undula.recovery.live_state import LiveState
-from undula.recovery.replica import ReplicaClient, state_bytes
-from undula.recovery.snapshot import Snapshot, find_snapshots, is_private
+from undula.recovery.snapshot import Snapshot, find_snapshots, is_private, state_bytes
 from undula.recovery.snapshot_writer import SnapshotWriter
 from undula.recovery.worker_state import WorkerState
 from undula.state.events import SnapshotEvent, WarningEvent
 from undula.state.records import StepRow
+
+if TYPE_CHECKING:
+    from undula.recovery.replica import ReplicaClient  # which imports Ray
 
 
 class RankSnapshots:
@@ -34,7 +37,7 @@ class RankSnapshots:
         self,
         live: LiveState,
         writer: SnapshotWriter,
-        replicas: ReplicaClient | None,
+        replicas: "ReplicaClient | None",
         layout: Layout,
         worker: WorkerState,
     ):
@@ -165,7 +168,7 @@ class RankSnapshots:
         self._writer.close()
 
 
-def find_state(folder: Path, plan_digest: str, replicas: ReplicaClient | None, layout: Layout) -> list[Snapshot]:
+def find_state(folder: Path, plan_digest: str, replicas: "ReplicaClient | None", layout: Layout) -> list[Snapshot]:
     """Find the snapshots of a plan that a rank can read: those in the memory of its node, and its share of the controller's replicas.
 
     The replicas are needed because all nodes that held a part of the state may be gone.

@@ -11,14 +11,11 @@ from typing import Any
 
 import numpy as np
 import ray
-import torch
-import torch.distributed as dist
 from ray.exceptions import RayError
 
 from undula.recovery.snapshot import Snapshot, packed, parsed
 from undula.recovery.snapshot_writer import Send
 from undula.recovery.worker_state import HeldState
-from undula.state.pieces import RankState
 
 PUT_SHARE = 0.005
 """Maximum share of the time that is spent on passing replicas to Ray, which takes memory bandwidth from training."""
@@ -115,16 +112,3 @@ class ReplicaClient:
         self._has_room = self._has_room and answer.exception() is None and answer.result()
         self.still_on_its_way()
         self.is_on_its_way = False
-
-
-def state_bytes(held: RankState, group: dist.ProcessGroup) -> int:
-    """Return the number of bytes that all ranks together send as a replica of a state. All ranks must call this together.
-
-    Args:
-        held: Part of the state that this rank holds.
-        group: Process group of the ranks, which must support CPU tensors.
-    """
-    num_bytes = torch.tensor(held.bytes, device="cpu")
-    if not held.is_whole:
-        dist.all_reduce(num_bytes, group=group)
-    return int(num_bytes)

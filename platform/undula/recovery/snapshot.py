@@ -23,6 +23,7 @@ from typing import Any
 
 import psutil
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from undula.state.defaults import MEMORY
@@ -237,3 +238,16 @@ def _view(buffer: mmap.mmap | bytearray, place: Mapping[str, Any]) -> Tensor:
     if not count:
         return torch.empty(sizes, dtype=dtype, device="cpu")
     return torch.frombuffer(buffer, dtype=dtype, count=count, offset=place["at"]).as_strided(sizes, place["strides"])
+
+
+def state_bytes(held: RankState, group: dist.ProcessGroup) -> int:
+    """Return the number of bytes that all ranks together send as a replica of a state. All ranks must call this together.
+
+    Args:
+        held: Part of the state that this rank holds.
+        group: Process group of the ranks, which must support CPU tensors.
+    """
+    num_bytes = torch.tensor(held.bytes, device="cpu")
+    if not held.is_whole:
+        dist.all_reduce(num_bytes, group=group)
+    return int(num_bytes)

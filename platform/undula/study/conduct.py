@@ -6,8 +6,9 @@ from functools import partial
 from pathlib import Path
 
 from undula.driver.connection import connected, for_workers
-from undula.driver.launch import record_job
-from undula.driver.preflight import check_job, on_cluster
+from undula.driver.preflight import check_job, on_machines
+from undula.driver.record import record_job
+from undula.elastic.ray.cluster_gpus import offers_gpus
 from undula.errors import FAILED, INTERRUPTED
 from undula.plan.plan import Plan
 from undula.report.text import counted
@@ -66,7 +67,7 @@ def _train(study: Study, train: Callable[[Run], None], fresh: bool) -> None:
     if study.store.is_s3:  # there is no file lock on S3
         _hub = start_hub(study.store)  # its name keeps out a second driver on this cluster while this handle exists
         refuse_another_driver(study.store)
-    study.base = on_cluster(study.base)
+    study.base = on_machines(study.base, offers_gpus)
     train = for_workers(train)
     if fresh:
         delete_study(study.store)

@@ -15,7 +15,8 @@ import ray
 from ray.train import TrainingFailedError
 from ray.tune import Trainable
 
-from undula.driver.launch import LaunchSpec, launch
+from undula.driver.launch import launch
+from undula.driver.record import LaunchSpec
 from undula.driver.trackers import Tracking
 from undula.elastic.pure.spec import WorkersSpec
 from undula.elastic.ray.failures import whole_story
@@ -24,7 +25,8 @@ from undula.errors import StorageError
 from undula.storage import Store, open_store
 from undula.study.records import EVENT_OF
 from undula.study.trials import State
-from undula.telemetry.hub import EventRecorder, HubFollower, HubPublisher, start_hub
+from undula.telemetry.event_recorder import EventRecorder
+from undula.telemetry.hub import HubFollower, HubPublisher, start_hub
 from undula.telemetry.messages import Message, Publisher, Status
 from undula.telemetry.prometheus import RunMetrics
 from undula.telemetry.registry import standing_trackers

@@ -28,8 +28,8 @@ import torch
 from torch import Tensor, nn
 
 from undula.config.job import LoadedSpec, load_spec
-from undula.driver.launch import job_of
 from undula.driver.preflight import Examined, check_job, check_model, examine
+from undula.driver.record import job_of
 from undula.errors import ConformanceError, UndulaError
 from undula.state.commit import find_commits
 from undula.state.model_state import bare_module

@@ -11,9 +11,8 @@ from undula.parallel.layout import timeout_of
 from undula.recovery.live_state import LiveState
 from undula.recovery.progress import SAVE, SNAPSHOT, STORAGE_BYTES_S
 from undula.recovery.rank_snapshots import RankSnapshots, find_state
-from undula.recovery.replica import state_bytes
 from undula.recovery.restore import Restored, Restorer
-from undula.recovery.snapshot import Snapshot, find_snapshots, folder_of, packed, parsed
+from undula.recovery.snapshot import Snapshot, find_snapshots, folder_of, packed, parsed, state_bytes
 from undula.recovery.snapshot_writer import SnapshotWriter
 from undula.recovery.worker_state import HeldState
 from undula.state.checkpoint import Checkpointer

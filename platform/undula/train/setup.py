@@ -1,6 +1,7 @@
 """Parts of a run that a rank knows before the script has made its model: its settings, its data and plan, and the attempt."""
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
@@ -8,7 +9,6 @@ from undula.data.planned import Data
 from undula.data.stored.mixture import load_data
 from undula.parallel.layout import Layout
 from undula.plan.plan import MicroBatch, OptimizerStep, Plan
-from undula.recovery.replica import ReplicaClient
 from undula.recovery.worker_state import WorkerState
 from undula.state.attempts import Lineage, claim
 from undula.state.directory import require_newest_submission
@@ -16,6 +16,9 @@ from undula.state.ledger import recorded_attempts
 from undula.storage import Store, open_store
 from undula.telemetry.messages import Publisher
 from undula.train.job import Job
+
+if TYPE_CHECKING:
+    from undula.recovery.replica import ReplicaClient  # which imports Ray
 
 
 @dataclass(frozen=True)
@@ -26,7 +29,7 @@ class RunSetup:
     layout: Layout
     worker: WorkerState
     publish: Publisher
-    replicas: ReplicaClient | None
+    replicas: "ReplicaClient | None"
     """Client of the controller's replica store; None with Ray Train's own controller."""
     store: Store
     """Storage of the run directory."""
@@ -46,7 +49,7 @@ class RunSetup:
         layout: Layout,
         worker: WorkerState,
         publish: Publisher,
-        replicas: ReplicaClient | None = None,
+        replicas: "ReplicaClient | None" = None,
     ) -> "RunSetup":
         """Find out the run's data and read its directory, and claim the number of an attempt. All ranks must call this.
 

@@ -1,5 +1,6 @@
 """Training of a rank in this process, without a worker group of Ray."""
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -106,7 +107,9 @@ def local_world(
     store = FileStore(rendezvous, world_size) if rendezvous else HashStore()
     # No controller watches these ranks, so that a collective must end if a rank hangs.
     limit = timedelta(seconds=LONGEST_PHASE_S)
+    hook = sys.excepthook
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=limit)
+    sys.excepthook = hook  # torch's would print "[rank0]: " before each line of a traceback, also after this block
     try:
         yield
     finally:

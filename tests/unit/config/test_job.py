@@ -9,7 +9,7 @@ import pytest
 
 from undula.config.job import JobSpec, LoadedSpec, absolute_paths, as_tree, json_schema, load_spec
 from undula.config.yaml_file import flatten
-from undula.driver.launch import job_of
+from undula.driver.record import job_of
 from undula.errors import SpecError
 
 JOB = """\

@@ -9,8 +9,8 @@ from torch import nn
 
 from undula.config.job import LoadedSpec, load_spec
 from undula.driver import preflight
-from undula.driver.launch import record_job
-from undula.driver.preflight import check_job, check_model, examine, on_cluster, prepare
+from undula.driver.preflight import check_job, check_model, examine, on_machines, prepare
+from undula.driver.record import record_job
 from undula.errors import CheckpointError, RunError, SpecError, SupersededError
 from undula.plan.plan import Plan
 from undula.state.commit import Commit
@@ -50,29 +50,25 @@ def test_a_record_describes_the_job_and_a_resumed_run_keeps_its_identity(tmp_pat
     assert json.loads(prepared.store.read(JOB_FILE))["spec"]["workers"]["hang_limit_s"] == 9
 
 
-def test_the_record_has_the_number_of_gpus_that_auto_stands_for(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_record_has_the_number_of_gpus_that_auto_stands_for(tmp_path: Path) -> None:
     loaded = job(tmp_path)
     prepared = prepare(loaded, train, fresh=False)
     for offers in (True, False):
-        monkeypatch.setattr(preflight, "offers_gpus", lambda offers=offers: offers)
-        spec = record_job(on_cluster(loaded), prepared.plan, prepared.store)
+        spec = record_job(on_machines(loaded, lambda offers=offers: offers), prepared.plan, prepared.store)
         assert spec.workers.gpus == float(offers)
         assert json.loads(prepared.store.read(JOB_FILE))["spec"]["workers"]["gpus"] == float(offers)
-    assert on_cluster(job(tmp_path, "workers.gpus=2")).spec.workers.gpus == 2
+    assert on_machines(job(tmp_path, "workers.gpus=2"), lambda: False).spec.workers.gpus == 2
 
 
 def test_a_format_that_the_cpu_lacks_is_refused_as_soon_as_the_workers_get_no_gpus(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(preflight, "cpu_problem", lambda compute: f"this CPU cannot train in {compute}; use fp32")
-    monkeypatch.setattr(preflight, "offers_gpus", lambda: False)
     loaded = job(tmp_path, "precision.compute=fp16")
     prepare(loaded, train, fresh=False)  # the cluster may have GPUs
     prepare(job(tmp_path, "precision.compute=fp16", "workers.gpus=1"), train, fresh=False)
     for check in (
-        lambda: on_cluster(loaded),
+        lambda: on_machines(loaded, lambda: False),
         lambda: prepare(job(tmp_path, "precision.compute=fp16", "workers.gpus=0"), train, False),
     ):
         with pytest.raises(SpecError, match=r"^command line: this CPU cannot train in fp16; use fp32$"):
@@ -109,11 +105,10 @@ def test_horovod_without_nccl_is_refused_as_soon_as_the_workers_get_gpus(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[bool] = []
-    monkeypatch.setattr(preflight, "check_horovod", lambda spec, has_gpus: asked.append(has_gpus))
-    monkeypatch.setattr(preflight, "offers_gpus", lambda: True)
+    monkeypatch.setattr("undula.elastic.ray.horovod.check", lambda spec, has_gpus: asked.append(has_gpus))
     loaded = job(tmp_path, "engine=horovod")
     prepare(loaded, train, fresh=False)
-    on_cluster(loaded)
+    on_machines(loaded, lambda: True)
     prepare(job(tmp_path, "engine=horovod", "workers.gpus=1"), train, fresh=False)
     assert asked == [False, True, True]
 

@@ -14,8 +14,8 @@ from torch.utils.data import IterableDataset
 
 from undula.config.job import LoadedSpec, load_spec
 from undula.data.script.indexed import IndexedData, ScriptData
-from undula.driver.launch import record_job
 from undula.driver.preflight import prepare
+from undula.driver.record import record_job
 from undula.errors import RunError, UndulaError, UsageError
 from undula.plan.plan import Plan
 from undula.report.data.certificate import certify, data_of

@@ -12,9 +12,9 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from undula.config.job import LoadedSpec, load_spec
-from undula.driver.launch import job_of
 from undula.driver.model_facts import script_facts
 from undula.driver.preflight import check_job, examine
+from undula.driver.record import job_of
 from undula.errors import SpecError, UsageError
 from undula.recovery.worker_state import LeaveGroup, WorkerState
 from undula.state.events import RehearsalEvent

@@ -14,8 +14,8 @@ from waiting import wait_until
 
 from undula.config.job import LoadedSpec, load_spec
 from undula.driver import trackers
-from undula.driver.launch import record_job
 from undula.driver.preflight import prepare
+from undula.driver.record import record_job
 from undula.driver.trackers import Tracking, problem_of, send_rest, tags_of, tracked_run
 from undula.errors import SpecError
 from undula.state.directory import JOB_FILE, job_record

@@ -14,7 +14,7 @@ from undula.elastic.ray.events import ControllerEvents, EventQueue
 from undula.state.events import CrashEvent, Event, FaultEvent, GroupEvent, NoticeEvent, WaitingEvent, WorkerPlace
 from undula.state.ledger import decode_events, read_ledger
 from undula.storage import Store
-from undula.telemetry.hub import EventRecorder
+from undula.telemetry.event_recorder import EventRecorder
 
 
 def test_a_slow_sink_blocks_no_caller_and_gets_all_events_in_order() -> None:

@@ -11,7 +11,7 @@ import ray
 import torch
 
 from undula.data.spec import DataSpec, ValidationSpec
-from undula.driver.launch import LaunchSpec
+from undula.driver.record import LaunchSpec
 from undula.elastic.pure.fleet import Work
 from undula.elastic.pure.spec import WorkersSpec
 from undula.errors import StorageError

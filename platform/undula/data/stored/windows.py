@@ -8,6 +8,7 @@ import heapq
 import itertools
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from functools import lru_cache, partial
+from typing import TYPE_CHECKING
 
 import pyarrow as pa
 
@@ -15,10 +16,12 @@ from undula.data.spec import DataSpec
 from undula.data.stored.mapped import StreamMap
 from undula.data.stored.reads import RangeRead, WindowRead, WindowReads, row_group_reads, tables
 from undula.data.stored.rows import WindowRows
-from undula.data.stored.tasks import TaskRows, executions
 from undula.plan.keys import key64
 from undula.plan.order import EpochOrder, Window
 from undula.plan.plan import Plan
+
+if TYPE_CHECKING:
+    from undula.data.stored.tasks import TaskRows
 
 CHUNK_WINDOWS = 1024
 """Maximum number of windows in one execution of Ray Data. An execution is only planned when the previous one ends."""
@@ -79,6 +82,8 @@ class WindowReader:
     def __iter__(self) -> Generator[WindowRows, None, None]:
         try:
             yield from self._read_head()
+            if not self._spec.read_tasks:
+                yield from self._read_here()
             if self._tasks is None:
                 self._start_tasks()
             while self._tasks:
@@ -102,7 +107,15 @@ class WindowReader:
                 self._start_tasks()
             yield rows
 
+    def _read_here(self) -> Iterator[WindowRows]:
+        while chunk := list(itertools.islice(self._reads, CHUNK_WINDOWS)):
+            yield from _cut(chunk, tables(row_group_reads(chunk), self._spec.prefetch_mib * 2**20))
+
     def _start_tasks(self) -> None:
+        if not self._spec.read_tasks:
+            return
+        from undula.data.stored.tasks import TaskRows, executions  # which import Ray
+
         self._chunk = list(itertools.islice(self._reads, CHUNK_WINDOWS))
         self._tasks = TaskRows(*executions(self._chunk, self._spec)) if self._chunk else None
 

@@ -1,0 +1,98 @@
+"""Tests of training in the calling process: it makes the bits of a worker, and debuggers work there."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from alone import train_alone
+from jobs_kit import LANGUAGE_MODEL, SMALL
+
+from undula.state.events import FailEvent
+from undula.state.ledger import last_event, read_ledger
+from undula.storage import open_store
+
+JOB = str(LANGUAGE_MODEL.with_suffix(".yaml"))
+SCRIPT = """
+import sys
+import torch
+import undula
+
+def train(run):
+    breakpoint()
+    model = run.model(torch.nn.Linear(4, 1))
+    run.optimizer(torch.optim.SGD(model.parameters(), lr=run.base_lr))
+    print("model made")
+    for step in run.steps():
+        for batch in step.batches():
+            step.backward(model(torch.ones(len(batch["text"]), 4)).mean())
+        step.update()
+        AT_STEP
+
+undula.main(train)
+print("has ray:", "ray" in sys.modules)
+"""
+
+
+def run_here(*arguments: str, given: str = "", module: str = "undula.cli") -> "subprocess.CompletedProcess[str]":
+    command = [sys.executable, "-m", module, "run", *arguments, "--in-process"]
+    return subprocess.run(command, input=given, capture_output=True, text=True, timeout=300)
+
+
+@pytest.fixture
+def script(text: str, tmp_path: Path) -> Path:
+    """Script that trains for a moment, beside its YAML."""
+    file = tmp_path / "job.py"
+    file.write_text(SCRIPT.replace("AT_STEP", "pass"))
+    file.with_suffix(".yaml").write_text(
+        f"name: job\nruns: {tmp_path}/runs\ndata: {{train: {text}/train}}\n"
+        "plan: {global_batch: 8, virtual_workers: 2, max_steps: 2}\nschedule: {base_lr: 0.1}\n"
+    )
+    return file
+
+
+@pytest.mark.parametrize("settings", [(), ("data.head_mib=0",)], ids=["head", "all"])
+def test_it_makes_the_bits_of_a_worker(text: str, tmp_path: Path, settings: tuple[str, ...]) -> None:
+    data = (f"data.train={text}/train", f"data.validation={text}/validation", f"runs={tmp_path}")
+    common = (*SMALL, *data, "plan.max_steps=20", "deterministic=true")
+    done = run_here(JOB, *common, "name=here", *settings)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "finished: validation loss" in done.stdout
+    worker = train_alone([sys.executable, str(LANGUAGE_MODEL), *common, "name=worker"])
+    here, other = read_ledger(open_store(f"{tmp_path}/here")).steps, read_ledger(worker).steps
+    assert here["loss"].to_pylist() == other["loss"].to_pylist()
+    assert [digest for digest in here["weights_digest"].to_pylist() if digest]
+    assert here["weights_digest"].to_pylist() == other["weights_digest"].to_pylist()
+
+
+def test_breakpoints_stop_the_training_once_and_ray_is_not_needed(script: Path) -> None:
+    done = run_here(str(script.with_suffix(".yaml")), given="p 'at', run.rank\ncontinue\n")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("('at', 0)") == 1
+    assert done.stdout.count("model made") == 1
+    assert "has ray: False" in done.stdout
+
+
+def test_an_exception_keeps_its_traceback_and_is_recorded(script: Path) -> None:
+    script.write_text(SCRIPT.replace("breakpoint()", "").replace("AT_STEP", "assert step.index < 1, 'of the script'"))
+    done = run_here(str(script.with_suffix(".yaml")))
+    assert done.returncode == 1
+    assert done.stderr.rstrip().endswith("AssertionError: of the script")
+    assert "in train\n" in done.stderr
+    failure = last_event(read_ledger(open_store(f"{script.parent}/runs/job")).events, FailEvent)
+    assert failure is not None
+    assert "of the script" in failure.error
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--detach",), "command line: --in-process cannot be combined with --detach; remove one of them"),
+        (("--address", "http://a:1"), "command line: --in-process cannot be combined with --address; remove one of"),
+        (("engine=horovod",), "command line: --in-process cannot be combined with engine=horovod; remove one of them"),
+    ],
+)
+def test_what_needs_a_cluster_is_refused(script: Path, arguments: tuple[str, ...], message: str) -> None:
+    done = run_here(str(script.with_suffix(".yaml")), *arguments)
+    assert done.returncode == 2, done.stdout + done.stderr
+    assert message in done.stderr
