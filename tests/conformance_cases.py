@@ -133,6 +133,12 @@ def freeze_and_unfreeze(step: int, model: nn.Module, optimizer: torch.optim.Opti
     model.first.requires_grad_(step == 1)  # type: ignore[union-attr]
 
 
+def unfreeze_once(step: int, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """A layer that was frozen at the start is unfrozen before step 2."""
+    if step == 2:
+        model.requires_grad_(True)
+
+
 def average_weights(model: nn.Module) -> None:
     """Move the average of the weights, a buffer, towards the weights."""
     model.average.lerp_(model.first.weight.detach(), 0.1)  # type: ignore[union-attr,operator]
@@ -221,6 +227,7 @@ MODELS: dict[str, Training] = {
     "extra state": Training(WithExtraState, adamw, on_numbers, count_step),
     "a compiled model": Training(compiled, adamw, on_numbers),
     "a layer that is frozen and unfrozen": Training(Plain, adamw, on_numbers, freeze_and_unfreeze),
+    "a layer that is unfrozen once": Training(Frozen, adamw, on_numbers, unfreeze_once),
     "an average of the weights": Training(Averaged, adamw, on_numbers, after_update=average_weights),
     "an average of the weights in after_step": Training(Averaged, adamw, on_numbers, after_step=average_weights),
     "an average in after_step, and state": Training(

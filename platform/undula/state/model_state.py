@@ -197,6 +197,11 @@ def bare_module(model: nn.Module) -> nn.Module:
     return model
 
 
+def named_parameters(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    """Return the parameters of a model with their names without the parts that wrappers of modules have added."""
+    return [(_plain(name), parameter) for name, parameter in bare_module(model).named_parameters()]
+
+
 def _model_state(model: nn.Module) -> dict[str, Any]:
     state: dict[str, Any] = {}
     for key, value in bare_module(model).state_dict().items():

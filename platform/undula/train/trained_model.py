@@ -13,6 +13,7 @@ from undula.plan.plan import MicroBatch, OptimizerStep, Plan
 from undula.recovery.baseline import Baseline
 from undula.state.events import BatchEvent
 from undula.train.buffers import BufferMean
+from undula.train.frozen import FrozenParameters
 from undula.train.job import Job
 from undula.train.learning_rate import OptimizerRates, StepRate, rate_for
 from undula.train.loss_scale import LossScale
@@ -44,6 +45,7 @@ class TrainedModel:
         self._buffers = BufferMean(
             engine.module, all_reduce_over(layout.shards), job.deterministic, is_first=layout.cell == 0
         )
+        self._frozen = FrozenParameters(engine.module)
         self._noise = NoiseScaleMeter(job.noise_every_steps, job.gradient_scale)
         self.loss_scale = LossScale(job.precision)
         self._rate, _ = rate_for(job.schedule, plan, layout.num_cells, 0, {})
@@ -55,6 +57,7 @@ class TrainedModel:
     def values(self) -> dict[str, Any]:
         """Return the pieces and values that belong to the state of the run beside those of the model and the optimizer, by name."""
         return {
+            **self._frozen.values(),
             **self._noise.state(),
             **self.loss_scale.state(),
             **self._rate.values(),
@@ -62,7 +65,7 @@ class TrainedModel:
         }
 
     def restore(self, values: Mapping[str, Any], start: int) -> BatchEvent | None:
-        """Continue with the learning rates of a restored state.
+        """Continue with the learning rates and the frozen parameters of a restored state.
 
         Args:
             values: Values of the state.
@@ -74,6 +77,7 @@ class TrainedModel:
         job, plan, cells = self._job, self._plan, self._layout.num_cells
         self._rate, change = rate_for(job.schedule, plan, cells, start, values)
         self.rates.restore(values)
+        self._frozen.restore(values)
         return change
 
     def rate_of(self, step: OptimizerStep) -> StepRate:
