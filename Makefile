@@ -5,7 +5,7 @@ RUN ?= language-model-$(shell date +%Y%m%d-%H%M%S)
 DATA ?= $(HOME)/undula/data/stdlib-text
 
 .DEFAULT_GOAL := help
-.PHONY: help horovod setup train test test-gpu check format bench bench-data bench-start bench-elastic bench-study soak clean
+.PHONY: help horovod setup train test test-gpu check format bench bench-data bench-start bench-elastic bench-study soak gallery clean
 
 help:  ## This list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 12
@@ -67,6 +67,9 @@ bench-study: .venv/ready-to-test  ## Trials per hour of a study beside Ray Tune 
 
 soak: .venv/ready-with-horovod  ## Longer tests, about two hours: more random faults, and half an hour of growth in one test
 	$(BIN)/pytest -m soak
+
+gallery: .venv/ready-to-test  ## Scripts in the manner of other libraries, as they were and as they are, under faults; a part of the soak
+	$(BIN)/pytest -m soak tests/chaos/test_gallery.py
 
 clean:  ## Remove what make made here
 	rm -rf .venv build .mypy_cache .ruff_cache .pytest_cache .hypothesis
