@@ -10,7 +10,7 @@ ALLOWED: Mapping[str, Mapping[str, str]] = {
     "accelerate 1.15": {
         "_models": "adapters.transformers.trainer",
         "_set_sync_gradients": "adapters.transformers.trainer",
-        "accelerate.state": "adapters.transformers.library",
+        "accelerate.state": "adapters.process_state",
     },
     "datasets 5.2": {
         "_fingerprint": "data.script.dataset",

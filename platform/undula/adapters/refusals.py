@@ -47,7 +47,6 @@ ACCELERATOR: Mapping[str, str] = {
     "join_uneven_inputs": "remove it; the plan shares an uneven step among the workers",
     "split_between_processes": "remove it; DataLoaders that accelerator.prepare() gets are shared among the workers",
     **dict.fromkeys(("set_trigger", "check_trigger"), "end the training with plan.max_steps"),
-    "state": "remove it; use attributes of the accelerator itself, and log with logging.getLogger(__name__)",
     "get_tracker": "use accelerator.log(), whose values are in the ledger and on TensorBoard",
     "register_save_state_pre_hook": "use accelerator.register_for_checkpointing()",
     "register_load_state_pre_hook": "use accelerator.register_for_checkpointing()",

@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from undula.adapters.accelerate.loaders import EvaluationLoader, merged
 from undula.adapters.accelerate.steps import Steps
+from undula.adapters.process_state import shared_state
 from undula.adapters.script import Place
 from undula.data.nested import moved, with_tensors
 from undula.errors import UsageError
@@ -32,6 +33,8 @@ class Processes:
         self.num_processes = here.virtual_workers
         self.process_index = here.rank
         self.device = here.device
+        self.state = shared_state(here, here.device.type == "cpu")
+        """State that scripts print, and that `accelerate.logging.get_logger` needs."""
         self._steps: Steps | None = None
         self._evaluations: list[EvaluationLoader] = []
         """DataLoaders that are being iterated over."""

@@ -6,12 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import transformers
-from accelerate.state import AcceleratorState, PartialState
-from accelerate.utils import DistributedType
 from torch import Tensor
 from transformers.trainer_callback import ExportableState
 from transformers.trainer_pt_utils import nested_concat
 
+from undula.adapters.process_state import shared_state
 from undula.adapters.refusals import TRAINER_METHODS, refused_override
 from undula.adapters.script import Place
 from undula.errors import UsageError
@@ -78,16 +77,7 @@ def place_process(args: Any, here: Place) -> None:
     args.__dict__["_setup_devices"] = here.device  # a cached property
     args._n_gpu = min(args._n_gpu, 1)
     # Arguments that are a global of the script come to a worker pickled, with a copy of the state that nothing else shares.
-    args.distributed_state = PartialState(cpu=args.use_cpu)
-    for shared in (PartialState._shared_state, AcceleratorState._shared_state):
-        if shared:
-            shared.update(
-                num_processes=here.virtual_workers,
-                process_index=here.rank,
-                local_process_index=here.rank,
-                distributed_type=DistributedType.NO,
-                device=here.device,
-            )
+    args.distributed_state = shared_state(here, args.use_cpu)
 
 
 def shared_folder(output_dir: str, run: Run) -> str:
