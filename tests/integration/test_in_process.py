@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from alone import train_alone
 from jobs_kit import LANGUAGE_MODEL, SMALL
 
@@ -89,6 +90,11 @@ def test_an_exception_keeps_its_traceback_and_is_recorded(script: Path) -> None:
     [
         (("--detach",), "command line: --in-process cannot be combined with --detach; remove one of them"),
         (("--address", "http://a:1"), "command line: --in-process cannot be combined with --address; remove one of"),
+        pytest.param(
+            ("workers.gpus=1",),
+            "command line: torch sees no GPU in this process; set workers.gpus=0",
+            marks=pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU"),
+        ),
         (("engine=horovod",), "command line: --in-process cannot be combined with engine=horovod; remove one of them"),
     ],
 )

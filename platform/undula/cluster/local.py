@@ -91,7 +91,7 @@ def starting_cluster(
 
     A cluster that does not accept jobs, because it has no dashboard, starts twice as fast. Scripts can connect to it.
     """
-    folder = _short_folder()
+    folder = short_folder("undula-ray-")
     token = folder / "token"
     token.touch(mode=0o600)
     token.write_text(secrets.token_hex(32))
@@ -136,15 +136,15 @@ def starting_cluster(
         yield cluster
 
 
-def _short_folder() -> Path:
-    """Make a new folder for temporary files whose path is short enough for Ray, which puts sockets below it.
+def short_folder(prefix: str) -> Path:
+    """Make a new folder for temporary files whose path is short enough for Ray, which puts sockets below it, and return its path.
 
     Raises:
         ClusterError: There is no place for it.
     """
     base = tempfile.gettempdir()
     try:
-        return Path(tempfile.mkdtemp(prefix="undula-ray-", dir=base if len(os.fsencode(base)) <= MOST_BASE else "/tmp"))
+        return Path(tempfile.mkdtemp(prefix=prefix, dir=base if len(os.fsencode(base)) <= MOST_BASE else "/tmp"))
     except OSError as error:
         raise ClusterError(
             f"a local Ray cluster needs a folder with a path of at most {MOST_BASE} characters, because Ray puts sockets below it, but "

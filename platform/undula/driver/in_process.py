@@ -14,7 +14,7 @@ import torch
 from undula.config.job import LoadedSpec
 from undula.driver.preflight import on_machines
 from undula.driver.record import LaunchSpec
-from undula.driver.training import Place, TrainFunction
+from undula.driver.training import Place, TrainFunction, end_on_sigterm
 from undula.errors import INTERRUPTED, SpecError, StorageError, one_line
 from undula.parallel.compile import compile_with_own_threads, problem_of_compiler
 from undula.state.events import FailEvent, StopEvent
@@ -37,8 +37,11 @@ def in_process(loaded: LoadedSpec, store: Store) -> Iterator[Place]:
     """
     if loaded.spec.engine == "horovod":
         raise SpecError("command line: --in-process cannot be combined with engine=horovod; remove one of them")
+    end_on_sigterm()
     atexit.register(gc.freeze)  # otherwise, the interpreter spends a second at exit on collecting torch's objects
     loaded = on_machines(loaded, torch.cuda.is_available)
+    if loaded.spec.workers.gpus and not torch.cuda.is_available():
+        raise SpecError(f"{loaded.origin('workers.gpus')}: torch sees no GPU in this process; set workers.gpus=0")
     publish = _Screen(CommonRecorder(store))
     yield Place(loaded, publish, partial(_fit, store, publish))
 

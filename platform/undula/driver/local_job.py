@@ -5,6 +5,7 @@ it only afterwards, is not used.
 """
 
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -13,7 +14,15 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from undula.cluster.forking.interpreter import DRIVER_SOCKET, MODULES, is_possible, socket_of, write_interpreter
-from undula.cluster.local import STARTS, LocalCluster, await_start, before_exec, head_answers, starting_cluster
+from undula.cluster.local import (
+    STARTS,
+    LocalCluster,
+    await_start,
+    before_exec,
+    head_answers,
+    short_folder,
+    starting_cluster,
+)
 from undula.driver.project import project_modules
 from undula.elastic.ray.private_environment import names_of
 from undula.state.processes import end_group
@@ -71,13 +80,30 @@ def run_on_own_cluster(
 
 @contextmanager
 def _forking_python(variables: Mapping[str, str]) -> Iterator[str]:
-    """Yield the path of an interpreter whose workers are forks; that of this one if the system cannot fork, or if libraries read one of
-    the job's variables when they are imported, which they are before the fork."""
+    """Yield the path of an interpreter whose workers are forks; that of this one if that cannot be, or if libraries read one of the
+    job's variables when they are imported, which they are before the fork."""
     if not is_possible() or any(name.startswith(READ_EARLY) for name in variables):
         yield sys.executable
         return
-    with TemporaryDirectory(prefix="undula-python-") as folder:
-        yield write_interpreter(Path(folder))
+    folder = short_folder("undula-fork-")
+    try:
+        yield _working_interpreter(folder) or sys.executable
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _working_interpreter(folder: Path) -> str | None:
+    """Write the interpreter whose workers are forks into an empty folder, and return its path; None if it cannot run there.
+
+    That is so if this Python is in no virtual environment, if its path is too long for a script's first line or has a space, or if the
+    folder is on a file system from which nothing may be executed.
+    """
+    try:
+        python = write_interpreter(folder)
+        subprocess.run([python, "-c", ""], check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return python
 
 
 @contextmanager

@@ -89,8 +89,8 @@ class NodeServer(ForkServer):
             listener, self._requests = self._requests, None
             assert listener is not None
             listener.close()  # programs then run without a fork
-        if modules := os.environ.pop(MODULES, ""):
-            for job in (DRIVERS, FIRST_JOB):
+        else:
+            for job in (DRIVERS, FIRST_JOB) if (modules := os.environ.pop(MODULES, "")) else ():
                 self._jobs[job.encode()] = self._start_job(job, modules=modules.split(","))
         while self._status is None:
             self.serve_once()
