@@ -1,5 +1,5 @@
 """`python -m undula.driver SCRIPT ARGUMENTS...` runs the script of a job as its driver. It imports little before the script does, which may
-set variables that libraries read when they are imported."""
+set variables that libraries read when they are imported. A fork, on a cluster of the job's own, has imported torch and Ray already."""
 
 import sys
 from pathlib import Path

@@ -75,6 +75,7 @@ def run_program(arguments: list[str]) -> None:
 
 
 def paths_in_environment() -> list[str]:
+    """Return the folders of PYTHONPATH."""
     return [each for each in os.environ.get("PYTHONPATH", "").split(os.pathsep) if each]
 
 

@@ -34,7 +34,8 @@ LIBRARIES = (
 RAY = ("ray._private.workers.default_worker", "ray._private.workers.setup_worker", "ray.util.state")
 """Modules that a job's server imports."""
 WITH_ACTORS = ("ray.data", "ray.train")
-"""Those that define actors, and draw a random id for each, after which all forks would draw the same ids. They get ids of another kind."""
+"""Modules that a job's server imports in addition. They define actors, for each of which Ray draws a random id. Forks of a process that has
+drawn some would all draw the same ones from then on, so these ids come from the system."""
 REQUEST_LIMIT_S = 10.0
 """Maximum time in seconds for the next part of a client's request. A client that was stopped would otherwise block the whole server."""
 RAYLET = "RAY_RAYLET_PID"
