@@ -56,7 +56,7 @@ def test_a_sharded_model_survives_resizes_and_lost_ranks(spot: Nodes, text: str,
     chaos = run_through(parse_faults(SCHEDULE), spot, job, f"{tmp_path}/sharded")
     assert len(chaos.injected) >= 3
     # No checkpoint is written before the end, so the state of a lost rank comes from the copy at the controller.
-    assert "the memory of the head" in origins_in(f"{tmp_path}/sharded")
+    assert any("the memory of the head" in (origin or "") for origin in origins_in(f"{tmp_path}/sharded"))
 
     whole = train_alone(command(text, str(tmp_path), "whole", *settings, script=SCRIPT))
     run, alone = read_run(open_store(f"{tmp_path}/sharded")), read_run(whole)

@@ -26,8 +26,8 @@ from undula.state.records import StepRow
 
 BUCKET_BYTES = 32 * 2**20
 Offer: TypeAlias = HeldState | Snapshot
-Answers: TypeAlias = list[list[tuple[Age, Holding | None]]]
-"""Age and holding of each state that a rank offers, by rank."""
+Answers: TypeAlias = list[list[tuple[Age, Holding | None, str]]]
+"""Age, holding and origin of each state that a rank offers, by rank."""
 
 
 @dataclass(frozen=True)
@@ -104,7 +104,7 @@ class Restorer:
     def _exchange(self, offers: Sequence[Offer]) -> Answers:
         self.enter(STARTING, 0.0)
         answers: Answers = [[] for _ in range(self.layout.world_size)]
-        own = [(offer.age, offer.holding) for offer in offers]
+        own = [(offer.age, offer.holding, offer.origin) for offer in offers]
         dist.all_gather_object(answers, own, group=self.layout.control)
         return answers
 
@@ -129,29 +129,29 @@ class Restorer:
 
     def _from_ranks(self, offers: Sequence[Offer], answers: Answers, age: Age) -> Restored:
         self.begin(age[1])
-        holdings = [[holding for their_age, holding in of_rank if their_age == age] for of_rank in answers]
+        holdings = [[holding for their_age, holding, _ in of_rank if their_age == age] for of_rank in answers]
         source = next(rank for rank, of_rank in enumerate(holdings) if of_rank)
         mine = [offer for offer in offers if offer.age == age]
         self.enter(STARTING, sum(offer.bytes for offer in mine if isinstance(offer, Snapshot)) / MEMORY_BYTES_S)
         whole = next((offer for offer in mine if offer.holding is None), None)
         held = [whole.load()] if whole else [offer.load() for offer in mine]
-        common: list[Any] = [None, None, None, None]
+        common: list[Any] = [None, None, None]
         if self.layout.rank == source:
-            common = [held[0].values, mine[0].rows, mine[0].origin, held[0].expected]
+            common = [held[0].values, mine[0].rows, held[0].expected]
         dist.broadcast_object_list(common, group=self.layout.control, group_src=source)
-        values, rows, origin, expected = common
+        values, rows, expected = common
         targets = self.live.targets(expected)
         if all(None in of_rank for of_rank in holdings):
             targets.copy_whole(held[0])
         else:
             self._share(targets, held, holdings)
         targets.load(values)
-        return Restored(age[1], age[0], origin, rows, beside_model_and_optimizer(values))
+        return Restored(age[1], age[0], origin_of(answers, age), rows, beside_model_and_optimizer(values))
 
     def _share(self, targets: Targets, held: Sequence[RankState], holdings: Sequence[Sequence[Holding | None]]) -> None:
         """Broadcast a state that the ranks hold together, and copy from it the pieces that this rank needs."""
         layout, pieces = self.layout, targets.pieces
-        own = {(name, piece.box): piece.tensor for state in held for name, piece in state.pieces.items()}
+        own = {(name, piece.box): piece.tensor for state in reversed(held) for name, piece in state.pieces.items()}
         for source, bucket in _buckets(_sources(pieces, holdings), pieces):
             example = pieces[bucket[0][0]].tensor
             sizes = [torch.Size(box[1]).numel() for _, box in bucket]
@@ -173,9 +173,22 @@ def _newest_complete(answers: Answers) -> Age:
     Surviving ranks may differ by one step, because one of them may have committed a step before the group broke.
     """
     by_age: dict[Age, list[Holding | None]] = {}
-    for age, holding in itertools.chain(*answers):
+    for age, holding, _ in itertools.chain(*answers):
         by_age.setdefault(age, []).append(holding)
     return max((age for age, holdings in by_age.items() if is_complete(holdings)), default=NEVER)
+
+
+def origin_of(answers: Answers, age: Age) -> str:
+    """Return the places of a state that the ranks hold: that of the whole state, or those of the first holder of each piece."""
+    offers = [(holding, origin) for their_age, holding, origin in itertools.chain(*answers) if their_age == age]
+    whole = next((origin for holding, origin in offers if holding is None), None)
+    if whole is not None:
+        return whole
+    first: dict[tuple[str, Box], str] = {}
+    for holding, origin in offers:
+        for piece in holding.boxes.items() if holding else ():
+            first.setdefault(piece, origin)
+    return " and ".join(dict.fromkeys(first.values()))
 
 
 def _sources(targets: Mapping[str, Piece], holdings: Sequence[Sequence[Holding | None]]) -> list[tuple[int, str, Box]]:

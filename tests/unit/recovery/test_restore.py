@@ -11,13 +11,13 @@ from torch import nn
 
 from undula.parallel.layout import Layout, join_layout
 from undula.recovery.live_state import LiveState
-from undula.recovery.restore import Restored, Restorer
+from undula.recovery.restore import Restored, Restorer, origin_of
 from undula.recovery.snapshot import Snapshot, find_snapshots
 from undula.recovery.snapshot_writer import SnapshotWriter
 from undula.recovery.worker_state import HeldState
 from undula.state.checkpoint import Checkpointer
 from undula.state.model_state import model_and_optimizer_state
-from undula.state.pieces import piece_of, rank_state
+from undula.state.pieces import Holding, piece_of, rank_state
 from undula.storage import Store
 
 pytestmark = pytest.mark.usefixtures("process_group")
@@ -110,3 +110,18 @@ def _given(rank: int, world_size: int, folder: str) -> tuple[float, list[float]]
 
 def test_a_new_rank_gets_the_state_of_another_rank(tmp_path: Path) -> None:
     assert on_ranks(2, _given, str(tmp_path)) == [(1.0, [1.0, 1.0])] * 2
+
+
+HALVES = [Holding({}, {"weight": ((row,), (1,))}) for row in (0, 1)]
+
+
+@pytest.mark.parametrize(
+    ("answers", "origin"),
+    [
+        ([[((1, 8), HALVES[0], "node"), ((1, 8), HALVES[1], "head")]], "node and head"),
+        ([[((1, 8), HALVES[0], "node")], [((1, 8), HALVES[1], "node"), ((1, 8), HALVES[0], "head")]], "node"),
+        ([[((1, 8), HALVES[0], "node")], [((1, 8), None, "head"), ((1, 9), None, "worker")]], "head"),
+    ],
+)
+def test_all_places_are_named_from_which_the_pieces_come(answers: Any, origin: str) -> None:
+    assert origin_of(answers, (1, 8)) == origin
