@@ -35,15 +35,16 @@ class MicroBatches:
         """Micro-batches that come next, as far as the first one of the next step."""
         self._loaded: list[PlacedSamples] = []
 
-    def begin_step(self, index: int, next_index: int) -> Sequence[MicroBatch]:
+    def begin_step(self, index: int, next_index: int | None) -> Sequence[MicroBatch]:
         """Begin a step, and return its micro-batches.
 
         Args:
             index: Number of the step in the plan.
-            next_index: Number of the step after it.
+            next_index: Number of the step whose first micro-batch may be read ahead: the step after this one; None at the end of an epoch,
+                because the script may change its dataset before the next one.
         """
         work = self._work_of(index)
-        self._unread = [*work, *self._work_of(next_index)[:1]]
+        self._unread = [*work, *([] if next_index is None else self._work_of(next_index)[:1])]
         return work
 
     def load(self, work: Sequence[MicroBatch]) -> list[Any]:

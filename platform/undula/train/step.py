@@ -26,6 +26,7 @@ class Step:
     Attributes:
         index: Number of the step in the plan, counted from 0 over the whole run. If an elastic batch merges several steps, it is the
             number of the first.
+        epoch: Number of the epoch, counted from 0.
         samples: Number of samples in the step.
         lr: Learning rate of a parameter group whose initial rate is run.base_lr, or of the first group if the script has a scheduler.
         loss: Mean loss over the step's samples on all ranks; None before `update`.
@@ -57,8 +58,10 @@ class Step:
         self._job, self._layout, self._seed = setup.job, setup.layout, setup.job.plan.seed
         self._model, self._batches, self._boundary, self._phases = model, batches, boundary, phases
         self._planned = planned = setup.step(index)
-        self.index, self.merged_steps, self.samples = index, planned.merged_steps, planned.samples
+        self.index, self.epoch = index, planned.epoch
+        self.merged_steps, self.samples = planned.merged_steps, planned.samples
         self._rate = model.rate_of(planned)
+        self._ends_epoch = planned.done % setup.plan.steps_per_epoch == 0
         self.lr = model.rates.lr(self._rate)
         self._measured = StepMeasurement(setup.layout.device)
         phases.begin_step()
@@ -69,7 +72,7 @@ class Step:
         if not self._has_begun:
             self._has_begun = True
             is_repeating = self._boundary.begin_batches()
-            self._work = self._batches.begin_step(self.index, self._planned.done)
+            self._work = self._batches.begin_step(self.index, None if self._ends_epoch else self._planned.done)
             self._model.begin_step(self._planned, len(self._work), is_repeating)
 
     def load(self) -> list[Any]:

@@ -3,6 +3,7 @@
 import multiprocessing
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,8 @@ from undula.state.events import ValidationEvent
 from undula.state.ledger import events_of, read_ledger
 from undula.storage import Store
 from undula.testing import conformance
+from undula.train import micro_batches
+from undula.train.device_batches import DeviceBatches
 from undula.train.job import Job
 from undula.train.run import Run
 from undula.train.single_process import SingleProcess, local_world
@@ -88,6 +91,54 @@ def test_loader_processes_and_what_the_script_keeps_are_there_for_the_next_group
     assert len(seen[0]) == 2  # for training and for validation
     assert seen == [seen[0]] * 3
     assert result_of(job)[:3] == expected[:3]
+
+
+class Staged(Drawn):
+    """Dataset that the script changes before each epoch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.order = [0, 1, 2, 3]
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return {"x": torch.ones(1), "order": torch.tensor(self.order)}
+
+    def set_epoch(self, epoch: int) -> None:
+        self.order.sort(key=lambda value: (value - epoch) % 4)  # in place, so that no attribute has another value
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_a_dataset_that_a_script_changes_in_each_epoch_is_read_as_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_workers: int
+) -> None:
+    monkeypatch.setattr(micro_batches, "DeviceBatches", partial(DeviceBatches, reads_ahead=True))
+    job = replace(
+        drawn_job(tmp_path, num_workers, epochs=3), script_data=ScriptData(IndexedData(ROWS, ""), None, num_workers)
+    )
+    worker, firsts = WorkerState(is_run=True, controller=object()), set()
+
+    def train(run: Run) -> None:
+        data = Staged()
+        run.dataset(data, num_workers=num_workers)
+        model = run.model(nn.Linear(1, 1))
+        run.optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+        for step in run.steps():
+            data.set_epoch(step.epoch)
+            for batch in step.batches():
+                firsts.update((step.epoch, order[0]) for order in batch["order"].tolist())
+                step.backward(model(batch["x"]).mean())
+            step.update()
+            worker.request = Request(leaves=step.index in (4, 12))
+
+    for _ in range(3):
+        with local_world(torch.device("cpu")), suppress(LeaveGroup):
+            worker.join_group()
+            run = cpu_run(job, worker=worker)
+            train(run)
+        run.hand_over()
+        run.free()
+    worker.close_kept()
+    assert firsts == {(0, 0), (1, 1), (2, 2)}
 
 
 def test_a_run_resumes_exactly_after_every_step(tmp_path: Path) -> None:

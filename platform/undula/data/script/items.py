@@ -7,13 +7,19 @@ micro-batch therefore depends neither on the process that loads it nor on the wo
 import pickle
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from hashlib import sha256
+from mmap import mmap
 from typing import Any, Literal, TypeAlias
 
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import Parameter
 from torch.utils.data import Dataset, default_collate
 
 from undula.data.script.dataset import IndexedDataset, reads_several
 from undula.data.script.generators import on_host, seed_generators
-from undula.data.script.pickling import dumps
+from undula.data.script.pickling import dumps, pickle_into
 from undula.errors import UsageError
 from undula.plan.keys import Ids, Keys, key64, subkeys
 from undula.plan.order import IndexOrder
@@ -33,6 +39,8 @@ class Request:
     sample_keys: Keys
     """Key of each sample; shape [samples]."""
     collate_key: int
+    begins_epoch: bool = False
+    """Whether the rank has no other samples in this epoch before these. A script may change its dataset between epochs."""
 
 
 class Items(Dataset[Any]):
@@ -81,9 +89,15 @@ class Items(Dataset[Any]):
         seed_generators(int(request.sample_keys[0]))
         return list(self._dataset.__getitems__(indices))  # type: ignore[attr-defined]
 
+    def digest(self) -> bytes:
+        """Return a digest of what loader processes get: it changes when the script changes the dataset or the collate function."""
+        sha = sha256()
+        pickle_into(_Digest(sha), (self._dataset, self._collate), _by_content)
+        return sha.digest()
+
     def __reduce__(self) -> tuple[Callable[[bytes], "Items"], tuple[bytes]]:
         try:
-            return _loaded, (dumps((self._dataset, self._collate)),)
+            return _loaded, (dumps((self._dataset, self._collate), _for_loaders),)
         except Exception as error:
             raise UsageError(
                 f"the dataset of run.dataset() cannot be sent to loader processes ({error}); open files and connections on the first "
@@ -95,21 +109,56 @@ def _loaded(content: bytes) -> Items:
     return Items(*pickle.loads(content))
 
 
+class _Digest:
+    """File that keeps only a digest of what is written to it."""
+
+    def __init__(self, sha: Any):
+        self.write = sha.update
+
+
+def _for_loaders(value: Any) -> Any:
+    """Return how a value is pickled for a loader process, if not as usual.
+
+    A file that is mapped into memory is mapped there, too. The model that trains, which a collate function or a transform can hold, goes
+    without its weights: they would be those of the first step for ever, and take memory in each process.
+    """
+    if isinstance(value, np.memmap) and isinstance(value.base, mmap) and value.filename and value.mode in ("r", "r+"):
+        order = "C" if value.flags.c_contiguous else "F"
+        return np.memmap, (value.filename, value.dtype, "r", value.offset, value.shape, order)
+    if isinstance(value, Parameter) and value.requires_grad:
+        return _parameter_without_values, (value.shape, value.dtype)
+    return NotImplemented
+
+
+def _by_content(value: Any) -> Any:
+    """Return how a value is pickled for a digest, for which torch's way would not do: it writes the addresses of tensors."""
+    reduced = _for_loaders(value)
+    if reduced is not NotImplemented or not isinstance(value, Tensor) or value.layout != torch.strided:
+        return reduced
+    content = value.detach().resolve_conj().cpu().contiguous().view(-1).view(torch.uint8).numpy()
+    return tuple, ((str(value.dtype), tuple(value.shape), content),)
+
+
+def _parameter_without_values(shape: torch.Size, dtype: torch.dtype) -> Parameter:
+    return Parameter(torch.empty(shape, dtype=dtype, device="meta"))
+
+
 def requests(plan: Plan, virtual_workers: range, start: int, purpose: Purpose) -> Iterator[Request]:
     """Yield the micro-batches of some virtual workers from step `start` to the end of the plan, in the order in which steps take them."""
     seed, order = plan.spec.seed, IndexOrder(plan, -1)
     samples, collate = key64(f"{purpose} sample", seed), key64(f"{purpose} collate", seed)
+    begins_epoch = False
     for step in range(start, plan.total_steps):
         shape = plan.step(step)
         if shape.epoch != order.epoch:
-            order = IndexOrder(plan, shape.epoch)
+            order, begins_epoch = IndexOrder(plan, shape.epoch), True
         for virtual_worker in virtual_workers:
             ids, begin = order.ids(shape.step_in_epoch, virtual_worker), 0
             for number, size in enumerate(plan.micro_batches(shape.step_in_epoch, virtual_worker)):
                 part = ids[begin : begin + size]
                 key = int(subkeys(collate, step, virtual_worker, number))
-                yield Request(part, subkeys(samples, shape.epoch, part), key)
-                begin += size
+                yield Request(part, subkeys(samples, shape.epoch, part), key, begins_epoch)
+                begin, begins_epoch = begin + size, False
 
 
 def any_request(ids: Ids) -> Request:

@@ -65,6 +65,8 @@ class Loader:
         self._context = _Context()
         self._loader: DataLoader[Any] | None = None
         self._batches: Iterator[Any] | None = None
+        self._digest: bytes | None = None
+        """Digest of the dataset that the loader processes have; None if there are none."""
         self._losses = 0
         if num_workers:
             start_fork_server()  # it imports its modules while this process makes the model
@@ -73,7 +75,7 @@ class Loader:
         """Load these micro-batches from now on. What was loaded ahead of others before is discarded.
 
         Args:
-            items: Dataset of micro-batches. Processes that have started already keep theirs, which must have the same content.
+            items: Dataset of micro-batches. Processes that have the same dataset already stay.
             requests: Micro-batches to load, in order.
         """
         self._source.items = items
@@ -81,7 +83,21 @@ class Loader:
         self._batches = None
         self._losses = 0
         if self._num_workers:
+            self.renew()
             self._with_processes(self._start)
+
+    @property
+    def begins_epoch(self) -> bool:
+        """Whether the next micro-batch is the first one of an epoch, and was loaded before the epoch began."""
+        return bool(self._requests.sent) and self._requests.sent[0].begins_epoch
+
+    def renew(self) -> None:
+        """Load what has not been returned again, if the dataset is not the one any more that the loader processes have.
+
+        torch's DataLoader starts its processes anew in each epoch, with the dataset as it is then.
+        """
+        if self._digest is not None and self._source.digest() not in (None, self._digest):
+            self.close()
 
     def next(self) -> tuple[Request, Any]:
         """Return the next micro-batch with its request.
@@ -102,13 +118,14 @@ class Loader:
         """End the loader processes."""
         for process in self._context.started():
             process.kill()
-        self._loader = self._batches = None
+        self._loader = self._batches = self._digest = None
         self._context = _Context()
 
     def _start(self) -> Iterator[Any]:
         """Begin to load, in the processes of before if they are still there."""
         if self._loader is None:
             self._loader = self._make_loader()
+            self._digest = self._source.digest() if self._num_workers else None
         with on_host():  # a DataLoader draws a seed, for which its generator must be on the default device
             self._batches = iter(self._loader)
         return self._batches
@@ -164,6 +181,14 @@ class _Source(Dataset[Any]):
 
     def __init__(self) -> None:
         self.items: Items | None = None
+
+    def digest(self) -> bytes | None:
+        """Return the digest of the dataset; None if it cannot be sent to loader processes any more, which then keep theirs."""
+        assert self.items is not None
+        try:
+            return self.items.digest()
+        except Exception:
+            return None
 
     def __getitem__(self, request: Request) -> Any:
         assert self.items is not None, "nothing is loaded before `begin` or after `free`"

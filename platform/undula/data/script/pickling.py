@@ -5,13 +5,16 @@ import io
 import os
 import pickle
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
 from pathlib import Path
 from types import FunctionType, ModuleType
-from typing import Any
+from typing import Any, Protocol, TypeAlias
 
+Reduce: TypeAlias = Callable[[Any], Any]
+"""Function that returns how a value is pickled, as `__reduce__` does; NotImplemented for the usual way."""
 _folder: Path | None = None
 """Folder of the script, if the processes that load what this one pickles have the script's module, too, under the name `__main__`."""
 
@@ -26,8 +29,30 @@ def pickle_main_by_name(folder: Path) -> None:
     _folder = folder
 
 
-def dumps(value: Any) -> bytes:
-    """Pickle a value. Functions and classes of the script are pickled by value, unless all processes have its module."""
+class SupportsWrite(Protocol):
+    """File to which a pickler writes."""
+
+    def write(self, data: Any, /) -> object: ...
+
+
+def _as_usual(value: Any) -> Any:
+    return NotImplemented
+
+
+def dumps(value: Any, reduce: Reduce = _as_usual) -> bytes:
+    """Pickle a value. Functions and classes of the script are pickled by value, unless all processes have its module.
+
+    Args:
+        value: Value to pickle.
+        reduce: Function like `Pickler.reducer_override`, which is asked first.
+    """
+    file = io.BytesIO()
+    pickle_into(file, value, reduce)
+    return file.getvalue()
+
+
+def pickle_into(file: SupportsWrite, value: Any, reduce: Reduce) -> None:
+    """Write to a file what `dumps` returns."""
     from ray.cloudpickle import Pickler  # some processes that import this module need no Ray
 
     base: Any = Pickler
@@ -36,16 +61,17 @@ def dumps(value: Any) -> bytes:
         """Pickler for which the script's module is one that can be imported."""
 
         def reducer_override(self, value: Any) -> Any:
+            reduced = reduce(value)
+            if reduced is not NotImplemented:
+                return reduced
             is_of_script = isinstance(value, type | FunctionType) and value.__module__ == "__main__"
             if _folder and is_of_script and _named(value.__qualname__) is value:
                 return value.__qualname__
             return base.reducer_override(self, value)
 
     pickle_modules_by_name()
-    file = io.BytesIO()
     pickler: Any = ScriptPickler(file)
     pickler.dump(value)
-    return file.getvalue()
 
 
 def dumps_by_value(value: Any) -> bytes:

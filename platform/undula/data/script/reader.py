@@ -25,7 +25,7 @@ class ScriptReader:
         self._items = items
         self._loader = loader
         self._requests = requests(plan, virtual_workers, start, purpose)
-        self._is_open = False
+        self._is_open = self._has_begun = False
 
     def open(self) -> None:
         if not self._is_open:
@@ -33,7 +33,10 @@ class ScriptReader:
             self._loader.begin(self._items, self._requests)
 
     def take(self, virtual_worker: int, count: int) -> Samples:
+        if self._is_open and (not self._has_begun or self._loader.begins_epoch):
+            self._loader.renew()  # the script may have changed the dataset, as with `dataset.set_epoch(epoch)`
         self.open()
+        self._has_begun = True
         request, batch = self._loader.next()
         assert len(request.ids) == count, f"virtual worker {virtual_worker} takes {count}, {len(request.ids)} are next"
         return Samples(request.ids, batch)

@@ -2,6 +2,7 @@
 
 import multiprocessing
 import os
+import pickle
 import signal
 import subprocess
 import sys
@@ -10,10 +11,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import psutil
 import pytest
 import torch
 from drawn_data import ROWS, Drawn, with_noise
+from torch import nn
 from torch.utils.data import Dataset
 from waiting import wait_until
 
@@ -55,6 +58,48 @@ def test_the_same_processes_serve_the_next_group(loader: Loader) -> None:
     keys = from_step(loader, 3)
     assert [loader.next()[0].collate_key for _ in keys] == keys
     assert processes_of(loader) == before
+
+
+def test_processes_are_replaced_if_the_dataset_of_the_next_group_differs(loader: Loader) -> None:
+    from_step(loader)
+    loader.next()
+    before = processes_of(loader)
+    from_step(loader, dataset=Drawn(ROWS + 1))
+    loader.next()
+    assert not set(processes_of(loader)) & set(before)
+
+
+class Collate:
+    """Collate function that holds a model, as those of sequence-to-sequence models do."""
+
+    def __init__(self) -> None:
+        self.model = nn.Linear(1000, 1000)
+
+    def __call__(self, samples: list[Any]) -> tuple[str, torch.Size, int]:
+        weight = self.model.weight
+        return weight.device.type, weight.shape, os.getpid()
+
+
+def test_a_model_that_trains_reaches_the_processes_without_its_weights_and_does_not_replace_them(
+    loader: Loader,
+) -> None:
+    collate = Collate()
+    from_step(loader, collate=collate)
+    first = loader.next()[1]
+    with torch.no_grad():
+        collate.model.weight.add_(1)
+    from_step(loader, collate=collate)
+    assert loader.next()[1][:2] == first[:2] == ("meta", torch.Size([1000, 1000]))
+    assert len(pickle.dumps(Items(Drawn(), collate))) < 10_000
+
+
+def test_a_file_that_is_mapped_into_memory_is_not_copied(loader: Loader, tmp_path: Path) -> None:
+    np.arange(100_000).tofile(tmp_path / "tokens.bin")
+    dataset: Any = Drawn()
+    dataset.tokens = np.memmap(tmp_path / "tokens.bin", np.int64, "r", offset=80, shape=(10, 100))
+    dumped = pickle.dumps(Items(dataset))
+    assert len(dumped) < 10_000
+    assert np.array_equal(pickle.loads(dumped)._dataset.tokens, dataset.tokens)
 
 
 @pytest.mark.parametrize("taken", [0, 1, 7])
