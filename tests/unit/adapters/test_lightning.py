@@ -254,3 +254,23 @@ def test_a_rate_without_a_scheduler_stays_unless_the_yaml_has_a_decay(
 ) -> None:
     rates = train_module(Unscheduled, tmp_path, *overrides).steps["lr"].to_pylist()
     assert rates[-1] == pytest.approx(last)
+
+
+def test_a_collate_function_of_the_module_works_in_loader_processes(tmp_path: Path) -> None:
+    def losses(num_workers: int) -> list[float]:
+        def train_dataloader(self: Any) -> Any:
+            data = TensorDataset(torch.arange(36.0).reshape(12, 3) / 36)
+            return DataLoader(data, batch_size=4, collate_fn=self.collate, num_workers=num_workers)
+
+        def collate(self: Any, samples: Any) -> Any:
+            return (torch.stack([sample[0] for sample in samples]) * (1 + self.epochs),)
+
+        def make() -> Any:
+            torch.manual_seed(0)
+            return tiny(train_dataloader=train_dataloader, collate=collate)()
+
+        folder = tmp_path / str(num_workers)
+        folder.mkdir()
+        return train_module(make, folder).steps["loss"].to_pylist()
+
+    assert losses(1) == losses(0)

@@ -46,8 +46,6 @@ class Request:
 class Items(Dataset[Any]):
     """Dataset whose items are micro-batches of a script's dataset.
 
-    It is pickled with cloudpickle, because it may hold functions without a name. Loader processes import the script.
-
     Args:
         dataset: Dataset of the script. One that has `__getitems__` is asked for the samples of a micro-batch at once; the random numbers
             that it draws for them are keyed by the first of them.
@@ -95,18 +93,24 @@ class Items(Dataset[Any]):
         pickle_into(_Digest(sha), (self._dataset, self._collate), _by_content)
         return sha.digest()
 
-    def __reduce__(self) -> tuple[Callable[[bytes], "Items"], tuple[bytes]]:
+    def dumps(self) -> bytes:
+        """Pickle the dataset for loader processes.
+
+        Raises:
+            UsageError: It cannot be pickled.
+        """
         try:
-            return _loaded, (dumps((self._dataset, self._collate), _for_loaders),)
+            return dumps((self._dataset, self._collate), _for_loaders)
         except Exception as error:
             raise UsageError(
                 f"the dataset of run.dataset() cannot be sent to loader processes ({error}); open files and connections on the first "
                 "sample instead of in __init__, or set num_workers=0"
             ) from error
 
-
-def _loaded(content: bytes) -> Items:
-    return Items(*pickle.loads(content))
+    @classmethod
+    def loads(cls, content: bytes) -> "Items":
+        """Return the dataset that `dumps` has pickled."""
+        return cls(*pickle.loads(content))
 
 
 class _Digest:
@@ -122,12 +126,17 @@ def _for_loaders(value: Any) -> Any:
     A file that is mapped into memory is mapped there, too. The model that trains, which a collate function or a transform can hold, goes
     without its weights: they would be those of the first step for ever, and take memory in each process.
     """
-    if isinstance(value, np.memmap) and isinstance(value.base, mmap) and value.filename and value.mode in ("r", "r+"):
+    if isinstance(value, np.memmap) and _is_whole(value) and value.filename and value.mode in ("r", "r+"):
         order = "C" if value.flags.c_contiguous else "F"
         return np.memmap, (value.filename, value.dtype, "r", value.offset, value.shape, order)
     if isinstance(value, Parameter) and value.requires_grad:
         return _parameter_without_values, (value.shape, value.dtype)
     return NotImplemented
+
+
+def _is_whole(array: Any) -> bool:
+    """Return whether an array has all of a mapping, so that its offset in the file is known."""
+    return isinstance(array.base, mmap)
 
 
 def _by_content(value: Any) -> Any:

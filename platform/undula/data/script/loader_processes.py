@@ -11,7 +11,7 @@ from itertools import chain
 from multiprocessing import forkserver
 from multiprocessing.connection import wait
 from multiprocessing.context import ForkServerContext, ForkServerProcess
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 from torch.utils.data import DataLoader, Dataset
@@ -27,6 +27,8 @@ MOST_LOSSES = 3
 LOSS_LIMIT_S = 5.0
 """Maximum time in seconds between an error of a connection to a process that is being lost and the end of this process."""
 Result = TypeVar("Result")
+_Sent: TypeAlias = tuple[Request, bytes | None]
+"""Request, and the pickled dataset for a loader process that does not have it."""
 
 
 def start_fork_server(waits: bool = False) -> None:
@@ -61,7 +63,7 @@ class Loader:
     def __init__(self, num_workers: int):
         self._num_workers = num_workers
         self._source = _Source()
-        self._requests = _Requests()
+        self._requests = _Requests(num_workers)
         self._context = _Context()
         self._loader: DataLoader[Any] | None = None
         self._batches: Iterator[Any] | None = None
@@ -75,7 +77,7 @@ class Loader:
         """Load these micro-batches from now on. What was loaded ahead of others before is discarded.
 
         Args:
-            items: Dataset of micro-batches. Processes that have the same dataset already stay.
+            items: Dataset of micro-batches.
             requests: Micro-batches to load, in order.
         """
         self._source.items = items
@@ -83,7 +85,6 @@ class Loader:
         self._batches = None
         self._losses = 0
         if self._num_workers:
-            self.renew()
             self._with_processes(self._start)
 
     @property
@@ -96,8 +97,8 @@ class Loader:
 
         torch's DataLoader starts its processes anew in each epoch, with the dataset as it is then.
         """
-        if self._digest is not None and self._source.digest() not in (None, self._digest):
-            self.close()
+        if self._loader is not None and self._num_workers and self._send_dataset():
+            self._batches = None
 
     def next(self) -> tuple[Request, Any]:
         """Return the next micro-batch with its request.
@@ -125,10 +126,27 @@ class Loader:
         """Begin to load, in the processes of before if they are still there."""
         if self._loader is None:
             self._loader = self._make_loader()
-            self._digest = self._source.digest() if self._num_workers else None
+        if self._num_workers:
+            self._send_dataset()
         with on_host():  # a DataLoader draws a seed, for which its generator must be on the default device
             self._batches = iter(self._loader)
         return self._batches
+
+    def _send_dataset(self) -> bool:
+        """Send the dataset with the next requests, and return True, unless the loader processes have it."""
+        items = self._source.items
+        assert items is not None
+        try:
+            digest = items.digest()
+        except Exception:  # `dumps` raises it with the fix
+            digest = None
+        if self._digest is not None and digest in (
+            None,
+            self._digest,
+        ):  # it may have become unpicklable by its use in this process
+            return False
+        self._requests.dataset, self._digest = items.dumps(), digest
+        return True
 
     def _load(self) -> Any:
         # The script's own random numbers must not depend on which rank has loaded what.
@@ -177,30 +195,34 @@ class Loader:
 
 
 class _Source(Dataset[Any]):
-    """Dataset of a DataLoader, which does not allow to set another one."""
+    """Dataset of a DataLoader, which does not allow to set another one. A loader process gets it with a request."""
 
     def __init__(self) -> None:
         self.items: Items | None = None
 
-    def digest(self) -> bytes | None:
-        """Return the digest of the dataset; None if it cannot be sent to loader processes any more, which then keep theirs."""
-        assert self.items is not None
-        try:
-            return self.items.digest()
-        except Exception:
-            return None
-
-    def __getitem__(self, request: Request) -> Any:
+    def __getitem__(self, sent: "_Sent") -> Any:
+        request, dataset = sent
+        if dataset is not None:
+            self.items = Items.loads(dataset)
         assert self.items is not None, "nothing is loaded before `begin` or after `free`"
         return self.items[request]
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {"items": None}
+
 
 class _Requests:
-    """Requests for a DataLoader's sampler. Those without an answer are sent again when the DataLoader starts anew."""
+    """Requests for a DataLoader's sampler. Those without an answer are sent again when the DataLoader starts anew.
 
-    def __init__(self) -> None:
+    A DataLoader passes its requests to its processes in turn, so that each gets one of the first ones after it starts anew.
+    """
+
+    def __init__(self, num_workers: int) -> None:
         self.sent: deque[Request] = deque()
         """Requests whose micro-batches have not been returned, in order."""
+        self.dataset: bytes | None = None
+        """Pickled dataset that some processes do not have yet."""
+        self._num_workers = num_workers
         self._rest: Iterator[Request] = iter(())
 
     def replace(self, requests: Iterable[Request]) -> None:
@@ -211,12 +233,14 @@ class _Requests:
         """Return the ids of the samples of all requests without an answer."""
         return [index for request in self.sent for index in request.ids.tolist()]
 
-    def __iter__(self) -> Iterator[Request]:
+    def __iter__(self) -> Iterator[_Sent]:
         self._rest = chain(tuple(self.sent), self._rest)
         self.sent.clear()
-        for request in self._rest:
+        for number, request in enumerate(self._rest):
             self.sent.append(request)
-            yield request
+            if number == self._num_workers:
+                self.dataset = None
+            yield request, self.dataset
 
 
 class _Context(ForkServerContext):

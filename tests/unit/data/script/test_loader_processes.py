@@ -60,13 +60,36 @@ def test_the_same_processes_serve_the_next_group(loader: Loader) -> None:
     assert processes_of(loader) == before
 
 
-def test_processes_are_replaced_if_the_dataset_of_the_next_group_differs(loader: Loader) -> None:
-    from_step(loader)
-    loader.next()
+class Marked(Drawn):
+    """Dataset whose samples have a mark."""
+
+    def __init__(self, mark: int) -> None:
+        super().__init__()
+        self.mark = mark
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return {"index": self.mark, "x": torch.zeros(1)}
+
+
+def marks(loader: Loader, count: int) -> set[int]:
+    return {mark for _ in range(count) for mark in loader.next()[1]["index"].tolist()}
+
+
+@pytest.mark.parametrize("taken", [0, 1, 5])
+def test_the_same_processes_get_a_dataset_that_changes(loader: Loader, taken: int) -> None:
+    dataset = Marked(1)
+    keys = from_step(loader, dataset=dataset)
+    assert marks(loader, taken) <= {1}
     before = processes_of(loader)
-    from_step(loader, dataset=Drawn(ROWS + 1))
-    loader.next()
-    assert not set(processes_of(loader)) & set(before)
+    dataset.mark = 2
+    loader.renew()
+    assert marks(loader, 7) == {2}
+    assert loader.next()[0].collate_key == keys[taken + 7]
+    from_step(loader, dataset=Marked(3))
+    assert marks(loader, 1) == {3}
+    send_signal(before[0], signal.SIGKILL)
+    wait_until(lambda: not is_alive(before[0]))
+    assert marks(loader, 7) == {3}
 
 
 class Collate:
@@ -90,16 +113,16 @@ def test_a_model_that_trains_reaches_the_processes_without_its_weights_and_does_
         collate.model.weight.add_(1)
     from_step(loader, collate=collate)
     assert loader.next()[1][:2] == first[:2] == ("meta", torch.Size([1000, 1000]))
-    assert len(pickle.dumps(Items(Drawn(), collate))) < 10_000
+    assert len(Items(Drawn(), collate).dumps()) < 10_000
 
 
 def test_a_file_that_is_mapped_into_memory_is_not_copied(loader: Loader, tmp_path: Path) -> None:
     np.arange(100_000).tofile(tmp_path / "tokens.bin")
     dataset: Any = Drawn()
     dataset.tokens = np.memmap(tmp_path / "tokens.bin", np.int64, "r", offset=80, shape=(10, 100))
-    dumped = pickle.dumps(Items(dataset))
+    dumped = Items(dataset).dumps()
     assert len(dumped) < 10_000
-    assert np.array_equal(pickle.loads(dumped)._dataset.tokens, dataset.tokens)
+    assert np.array_equal(pickle.loads(dumped)[0].tokens, dataset.tokens)
 
 
 @pytest.mark.parametrize("taken", [0, 1, 7])
