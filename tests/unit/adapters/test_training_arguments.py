@@ -1,7 +1,9 @@
 """Tests of what a run honours of a trainer and its arguments: every argument, results of any shape, and methods or datasets of its own."""
 
+import re
 from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +16,7 @@ from transformers_kit import Trained, arguments
 from undula.adapters import script
 from undula.adapters.refusals import TRAINING_ARGUMENTS
 from undula.adapters.transformers import ElasticMixin, Trainer, launch, trainer
+from undula.adapters.transformers import TrainingArguments as PlannedTrainingArguments
 from undula.adapters.transformers.arguments import refuse_unsupported
 from undula.adapters.transformers.library import joined
 from undula.errors import SpecError, UsageError
@@ -61,6 +64,41 @@ def test_only_the_repeated_loss_of_a_small_batch_is_cut() -> None:
 
 def test_arguments_of_a_derived_class_are_the_scripts(tmp_path: Path) -> None:
     refuse_unsupported(Seq2SeqTrainingArguments(output_dir=str(tmp_path), predict_with_generate=True), 1)
+
+
+SCALED = """
+def scale(args):
+    args.learning_rate *= SIZE_IN_FUNCTION
+
+def main():
+    args = Arguments(folder, max_steps=2, use_cpu=True, disable_tqdm=True, save_strategy="no", learning_rate=0.01)
+    scale(args)
+    args.learning_rate *= SIZE_BEFORE
+    trainer = Trainer(tiny_gpt(), args, train_dataset=Sequences(24))
+    assert SIZE_AFTER in (1, 2)
+    trainer.train()
+"""
+
+
+@pytest.mark.parametrize(("where", "line"), [("IN_FUNCTION", 3), ("BEFORE", 8), ("AFTER", None)])
+def test_a_rate_is_scaled_by_the_planned_number_of_processes_or_refused(
+    tmp_path: Path, where: str, line: int | None
+) -> None:
+    script = re.sub("SIZE_[A-Z_]+", "1", SCALED.replace(f"SIZE_{where}", "args.world_size"))
+
+    def rate(kind: type) -> float:
+        names: dict[str, Any] = {"__name__": "scaled", "Arguments": kind, "folder": str(tmp_path / "out")}
+        names |= {"Trainer": Trainer, "tiny_gpt": tiny_gpt, "Sequences": Sequences}
+        exec(compile(script, "scaled.py", "exec"), names)
+        return job_of_script(names["main"], tmp_path, virtual_workers=2).schedule.base_lr
+
+    assert rate(PlannedTrainingArguments) == (0.01 if line is None else 0.02)
+    if line is None:
+        assert rate(TrainingArguments) == 0.01
+    else:
+        sentence = f"^scaled.py:{line}: world_size of the TrainingArguments is 1 until the Trainer is made; import"
+        with pytest.raises(UsageError, match=sentence):
+            rate(TrainingArguments)
 
 
 def overriding(method: str) -> type:

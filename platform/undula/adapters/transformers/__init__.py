@@ -10,6 +10,7 @@ from undula.errors import needs_extra, one_sentence
 
 with one_sentence(), needs_extra("transformers"):
     from undula.adapters.transformers.trainer import ElasticMixin, Trainer
+    from undula.adapters.transformers.world_size import PlannedArguments, Seq2SeqTrainingArguments, TrainingArguments
 
 expect_launch()
-__all__ = ["ElasticMixin", "Trainer", "launch"]
+__all__ = ["ElasticMixin", "PlannedArguments", "Seq2SeqTrainingArguments", "Trainer", "TrainingArguments", "launch"]

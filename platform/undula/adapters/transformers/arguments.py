@@ -9,6 +9,7 @@ from typing import Any
 from transformers import TrainingArguments
 
 from undula.adapters.refusals import TRAINING_ARGUMENTS, TRAINING_VALUES
+from undula.adapters.transformers.world_size import refuse_early_world_size
 from undula.config.secrets import hide_secrets
 from undula.config.yaml_file import Setting
 from undula.errors import SpecError
@@ -69,7 +70,9 @@ def refuse_unsupported(args: TrainingArguments, virtual_workers: int) -> None:
 
     Raises:
         SpecError: The first of them.
+        UsageError: The script has read `world_size` too early.
     """
+    refuse_early_world_size(args)
     for field in fields(TrainingArguments):
         value, fix = getattr(args, field.name), TRAINING_ARGUMENTS.get(field.name)
         if _is_default(field, value):
