@@ -28,12 +28,12 @@ class PlannedArguments(_Base):  # type: ignore[misc]
 
 
 @dataclass
-class TrainingArguments(PlannedArguments, transformers.TrainingArguments):
+class TrainingArguments(PlannedArguments, transformers.TrainingArguments):  # type: ignore[misc]
     """TrainingArguments of Hugging Face whose `world_size` is the number of virtual workers from the beginning."""
 
 
 @dataclass
-class Seq2SeqTrainingArguments(PlannedArguments, transformers.Seq2SeqTrainingArguments):
+class Seq2SeqTrainingArguments(PlannedArguments, transformers.Seq2SeqTrainingArguments):  # type: ignore[misc]
     """The same for a Seq2SeqTrainer."""
 
 
