@@ -29,7 +29,7 @@ from undula.report.render import terminal
 from undula.report.render.plots import plot, strip
 from undula.report.render.terminal import print_run, print_runs, run_tables
 from undula.report.text import duration
-from undula.state.events import CrashEvent, FailEvent, StartEvent, ValidationEvent
+from undula.state.events import CrashEvent, FailEvent, GroupEvent, StartEvent, ValidationEvent, WaitingEvent
 from undula.state.ledger import EventWriter, LedgerWriter
 from undula.storage import Store
 
@@ -280,6 +280,20 @@ def test_a_run_that_failed_names_its_error_until_it_trains_again(tmp_path: Path)
     assert lines[:2] == ["run  stopped", "training failed: rank 0: KeyError: 'lable' at job.py:7"]
     EventWriter(store, "driver").event(StartEvent(2, 3, "a checkpoint", step=30, time=1200.0))
     assert "training failed:" not in shown(120, print_run, store)
+
+
+def test_the_list_says_what_a_run_waits_for_until_it_trains(tmp_path: Path) -> None:
+    store = write_run(Store(str(tmp_path)) / "digits", "digits")
+    now = 1990.0
+    EventWriter(store, "driver").event(StartEvent(2, 2, step=1, time=1200.0))
+    EventWriter(store, "driver").event(WaitingEvent(1, 0, 3, rivals=("letters",), time=now))
+    listed = partial(shown, 160, print_runs, Store(str(tmp_path)))
+    assert (
+        "digits: The run waits for 2 more workers, as does letters (1 ready, 0 starting, at least 3 needed)."
+        in listed()
+    )
+    EventWriter(store, "driver").event(GroupEvent((), time=now + 1))
+    assert "waits" not in listed()
 
 
 def test_a_run_as_json_is_one_document(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

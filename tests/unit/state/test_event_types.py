@@ -42,6 +42,8 @@ EVENTS: tuple[Event, ...] = (
     events.NoticeEvent("4f1c2d3e5a", (0, 1), 160.0, time=100.0),
     events.NoticeEvent("4f1c2d3e5a", (0,)),
     *(events.WaitingEvent(1, 1, 2, each, {"CPU": 1.0}, (PLACE,), "job") for each in get_args(events.WaitedFor)),
+    events.WaitingEvent(1, 0, 3, rivals=("digits", "letters")),
+    events.GiveWayEvent(1, ("digits",), 31.5),
     events.FleetEvent(2, 1, 300.0, 600.0),
     events.FleetEvent(0, 0, None, 600.0),
     events.FleetEvent(1, 0),

@@ -95,6 +95,8 @@ class WorkerPool:
     trained_on: set[str] = field(default_factory=set)
     """Ids of the nodes on which workers have trained. The memory of these nodes may hold the run's state."""
     replicas: ReplicaStore = field(default_factory=ReplicaStore)
+    gives_way: bool = False
+    """Whether the run gives its workers to other runs for a while: they end as on nodes that will be removed, and no new ones start."""
     failure: RayTaskError | None = None
     """Exception of the last worker that did not become ready, most often because it cannot import the script; None once one is ready."""
     refusal: ClusterError | None = None
@@ -121,12 +123,14 @@ class WorkerPool:
         self._start_missing(now)
 
     def _observe_nodes(self) -> dict[str, Node]:
-        """Return the nodes that are alive. A node that the fleet gives back counts as a node that will be removed at an unknown time."""
+        """Return the nodes that are alive. A node that is given back counts as a node that will be removed at an unknown time."""
         nodes = self._labels.on(alive_nodes(self.resources))
         ready = Counter(worker.node for worker in self.workers.values() if worker.metadata)
         self.fleet.update(nodes, ready, Counter(worker.node for worker in self.workers.values()), time.time())
         return {
-            node.id: replace(node, deadline=node.deadline or float("inf")) if node.id in self.fleet.released else node
+            node.id: replace(node, deadline=node.deadline or float("inf"))
+            if self.gives_way or node.id in self.fleet.released
+            else node
             for node in nodes.values()
         }
 

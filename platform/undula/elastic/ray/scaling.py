@@ -2,8 +2,10 @@
 
 import time
 from dataclasses import dataclass, field
+from pathlib import PurePath
 from typing import TypeGuard
 
+from ray.train.v2._internal.execution.context import TrainRunContext
 from ray.train.v2._internal.execution.scaling_policy import (
     NoopDecision,
     ResizeDecision,
@@ -29,15 +31,19 @@ from undula.elastic.pure.policy import (
     patience_s,
     silent_ranks,
 )
+from undula.elastic.pure.sharing import WaitingRun
 from undula.elastic.ray.actor import ElasticStatus
 from undula.elastic.ray.autoscaler import AutoscalerRequest
 from undula.elastic.ray.events import EventSink
 from undula.elastic.ray.group import PooledState, actor_id
 from undula.elastic.ray.pool import WorkerPool
+from undula.elastic.ray.waiting_runs import WorkerSharing
 from undula.recovery.progress import ProgressView
 from undula.recovery.worker_state import Request
 from undula.state.events import CrashEvent, LostEvent, NoticeEvent, ResizeEvent, SaveEvent, WaitedFor, WaitingEvent
 
+RUN_NAME = "ray"
+"""Name that Ray Train gets for each run of a job, whose own name is that of its folder."""
 REPORT_INTERVAL_S = 30.0
 """Seconds between two events about the same wait, as long as the number of ready workers does not change."""
 START_S = 15.0
@@ -108,6 +114,8 @@ class PoolPolicy(ScalingPolicy):
 
     def __post_init__(self) -> None:
         super().__init__(self.scaling_config)
+        self._sharing = WorkerSharing(self.pool, self.on_event)
+        self._name = ""
 
     @property
     def is_leaving(self) -> bool:
@@ -129,8 +137,25 @@ class PoolPolicy(ScalingPolicy):
         self._pause_began = None  # the cluster causes this wait, so it does not count as the pause of a resize
         if pool.failure and not pool.preparing and not self._has_run:
             raise pool.failure
-        self._report_waiting(ready, low, pool.preparing)
+        self._report_waiting(ready, low, pool.preparing, self._rivals(ready, low) if ready < low else ())
         return NoopDecision()
+
+    def after_controller_start(self, train_run_context: TrainRunContext) -> None:
+        super().after_controller_start(train_run_context)
+        config = train_run_context.run_config
+        folder = PurePath(config.storage_path or "", config.name or "")
+        self._name = folder.parent.name if folder.name == RUN_NAME else folder.name
+
+    def _rivals(self, ready: int, low: int) -> tuple[str, ...]:
+        """Return the names of other runs that wait for workers as well, and give them this run's if it is its turn."""
+        if self._requester_id is None:
+            return ()
+        since = time.time() - (time.monotonic() - self._wait.since if self._wait.since else 0.0)
+        resources = [name for name, amount in self.pool.resources.items() if amount]
+        own = WaitingRun(
+            self._requester_id, self._name, low, ready, since, bool(self.pool.trained_on), tuple(resources)
+        )
+        return self._sharing.waits(own)
 
     def _needs_state(self) -> bool:
         """Return whether to wait for the run's state before a group starts.
@@ -195,6 +220,7 @@ class PoolPolicy(ScalingPolicy):
     def _resize(self, num_workers: int) -> ResizeDecision:
         self._reached = max([self._reached, *(rank.step for rank in self._group.last.values())])
         self._group, self._wait = GroupView(), Wait()
+        self._sharing.ends()
         self.pool.fleet.pace.pause()
         if self._has_run:
             self._changes += 1
@@ -305,7 +331,7 @@ class PoolPolicy(ScalingPolicy):
         if lost > 0:
             self.on_event(LostEvent(lost, step=begun[0]))
 
-    def _report_waiting(self, ready: int, low: int, preparing: int) -> None:
+    def _report_waiting(self, ready: int, low: int, preparing: int, rivals: tuple[str, ...]) -> None:
         now = time.monotonic()
         self._wait.since = self._wait.since or now
         # A short wait for starting workers is normal and not reported.
@@ -314,7 +340,7 @@ class PoolPolicy(ScalingPolicy):
             return
         self._wait.reported_at, self._wait.reported_ready = now, ready
         waited_for: WaitedFor = "workers" if ready < low else "state" if self._wait.lost_since else "growth"
-        self.on_event(WaitingEvent(ready, preparing, low, waited_for, self.pool.resources))
+        self.on_event(WaitingEvent(ready, preparing, low, waited_for, self.pool.resources, rivals=rivals))
 
     def _get_num_workers_for_resource_request(self) -> int:
         return int(self.scaling_config.max_workers)

@@ -33,6 +33,7 @@ from undula.elastic.ray.events import ControllerEvents, EventSink, log_event
 from undula.elastic.ray.failures import RetryUnlessBug
 from undula.elastic.ray.horovod import HorovodConfig, check, import_horovod
 from undula.elastic.ray.pool import START_TIMEOUT_S, WorkerPool
+from undula.elastic.ray.scaling import RUN_NAME
 from undula.errors import SpecError
 from undula.plan.fleet import FleetSpec
 from undula.recovery.progress import LONGEST_PHASE_S
@@ -230,7 +231,7 @@ def scaling_config(workers: WorkersSpec) -> ScalingConfig:
 def run_config(workers: WorkersSpec, store: Store) -> RunConfig:
     """Return Ray's RunConfig for a run directory. Ray stores its own files there in the folder `ray`."""
     return RunConfig(
-        name="ray",
+        name=RUN_NAME,
         storage_path=store.path(),
         storage_filesystem=store.filesystem,
         failure_config=FailureConfig(max_failures=workers.max_failures),

@@ -10,7 +10,7 @@ import pyarrow as pa
 
 from undula.report.data.goodput import goodput
 from undula.report.data.run_record import JobRecord
-from undula.state.events import Event, FailEvent, StartEvent, ValidationEvent
+from undula.state.events import Event, FailEvent, GroupEvent, StartEvent, ValidationEvent, WaitingEvent
 from undula.state.ledger import Ledger, decode_events, steps_done
 
 RUNNING_WITHIN_S = 60.0
@@ -89,6 +89,8 @@ class RunSummary:
     """Other means of the last validation, by name."""
     failure: str | None = None
     """Error with which training failed, if that is why the run is stopped."""
+    waiting: str | None = None
+    """What the run waits for, if it runs and waits for workers."""
 
     def as_json(self) -> dict[str, Any]:
         """Return the summary as a JSON object. Losses that are not finite become null."""
@@ -116,6 +118,7 @@ def summarize(ledger: Ledger, job: JobRecord, now: float, has_driver: bool | Non
     spent = goodput(ledger, events)
     state = _state(kinds, max(times, default=None), now, has_driver)
     turn = next((event for event in reversed(events) if event.kind in TURNS), None)
+    group = next((event for event in reversed(events) if isinstance(event, GroupEvent | WaitingEvent)), None)
     return RunSummary(
         name=job.name,
         state=state,
@@ -144,6 +147,7 @@ def summarize(ledger: Ledger, job: JobRecord, now: float, has_driver: bool | Non
         goodput=spent.share,
         validation_metrics=losses[-1].metrics if losses else {},
         failure=turn.error if isinstance(turn, FailEvent) and state == "stopped" else None,
+        waiting=group.message if isinstance(group, WaitingEvent) and state == "running" else None,
     )
 
 

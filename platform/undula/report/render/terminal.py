@@ -129,14 +129,15 @@ def print_runs(
         ]
         rows_of_text += [(printable(folder), "unreadable", *[DASH] * (4 + len(more))) for folder in reasons]
         console.print(_runs_table((*RUN_COLUMNS, *map(printable, more)), rows_of_text, console.width))
+    notes = [f"{folder}: {summaries[folder].waiting}" for folder in chosen if summaries[folder].waiting]
+    notes += [f"{folder} is {jobs[folder]} and has no directory yet" for folder in unseen]
+    notes += [f"unreadable: {reason}" for reason in reasons.values()]
     for folder in studies:
         url = printable(f"{store_of_runs.url.rstrip('/')}/{folder}")
         # Users copy this command, so it must stay on one line.
         console.print(Text(f"{printable(folder)} is a study; use `undula study status {url}`"), soft_wrap=True)
-    for folder in unseen:
-        console.print(Text(f"{printable(folder)} is {jobs[folder]} and has no directory yet"))
-    for reason in reasons.values():
-        console.print(Text(f"unreadable: {printable(reason)}"))
+    for note in notes:
+        console.print(Text(printable(note)))
 
 
 def _summary_of(store: Store, now: float) -> tuple[RunSummary, Mapping[str, Any]] | UndulaError:

@@ -173,6 +173,8 @@ class WaitingEvent(Event):
     """Workers that are ready and are held while the run waits."""
     job: str = ""
     """Identifier of one submission of the job."""
+    rivals: tuple[str, ...] = ()
+    """Names of other runs on the cluster that wait for workers as well."""
 
     @property
     def message(self) -> str:
@@ -181,13 +183,34 @@ class WaitingEvent(Event):
             case "workers":
                 need = ", ".join(f"{amount:g} {name}" for name, amount in self.resources.items() if amount)
                 what = f" with {need}" if need else ""
-                return f"The run waits for {counted(max(self.needed - self.ready, 0), 'more worker')}{what} ({counts})."
+                also = f", as does {' and '.join(self.rivals)}" if self.rivals else ""
+                return f"The run waits for {counted(max(self.needed - self.ready, 0), 'more worker')}{what}{also} ({counts})."
             case "state":
                 return f"The run waits for a node that may hold its newest state ({counts})."
             case "growth":
                 return f"The run waits for workers that are starting ({counts})."
             case _:
                 assert_never(self.waited_for)
+
+
+@dataclass(frozen=True)
+class GiveWayEvent(Event):
+    """The run gives ready workers back while it waits, so that other runs can have them."""
+
+    KIND = "give_way"
+    workers: int
+    """Number of workers that it gives back."""
+    rivals: tuple[str, ...]
+    """Names of other runs on the cluster that wait for workers."""
+    pause_s: float
+    """Seconds until the run starts workers again, if other runs still wait then."""
+
+    @property
+    def message(self) -> str:
+        return (
+            f"The run gives {counted(self.workers, 'ready worker')} back for {self.pause_s:.0f} s, because it has too few to train and "
+            f"{' and '.join(self.rivals)} may need them."
+        )
 
 
 @dataclass(frozen=True)

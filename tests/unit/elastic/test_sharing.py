@@ -1,0 +1,103 @@
+"""Tests of the order in which runs that wait for workers give them back to each other."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from undula.elastic.pure.sharing import PATIENCE_S, WaitingRun, patience_s, rivals
+from undula.elastic.ray import waiting_runs
+from undula.elastic.ray.waiting_runs import WorkerSharing
+from undula.state.events import Event, GiveWayEvent
+
+RUNS = st.lists(
+    st.builds(
+        WaitingRun,
+        id=st.uuids().map(str),
+        name=st.just("run"),
+        needed=st.integers(1, 4),
+        ready=st.integers(0, 3),
+        since=st.sampled_from([1.0, 2.0]),
+        has_trained=st.booleans(),
+        resources=st.just(("CPU",)),
+    ),
+    min_size=2,
+    max_size=5,
+    unique_by=lambda run: run.id,
+)
+
+
+def waiting(id: str, ready: int = 1, **more: Any) -> WaitingRun:
+    return WaitingRun(
+        **{
+            "id": id,
+            "name": id,
+            "needed": 3,
+            "ready": ready,
+            "since": 1.0,
+            "has_trained": False,
+            "resources": ("CPU",),
+            **more,
+        }
+    )
+
+
+@given(RUNS)
+def test_one_run_after_another_gives_way(runs: list[WaitingRun]) -> None:
+    patience = sorted(patience_s(run, [other for other in runs if other != run]) for run in runs)
+    assert patience == [PATIENCE_S * place for place in range(1, len(runs) + 1)]
+
+
+@pytest.mark.parametrize("more", [{"has_trained": True}, {"ready": 2}, {"needed": 2}, {"since": 0.5}])
+def test_a_run_is_more_patient_if_it_has_steps_to_lose_or_lacks_less_or_has_waited_longer(more: dict[str, Any]) -> None:
+    own, other = waiting("z", **more), waiting("a")
+    assert patience_s(own, [other]) == 2 * patience_s(other, [own])
+
+
+def test_runs_without_a_common_resource_do_not_wait_for_each_other() -> None:
+    own = waiting("a", resources=("CPU", "GPU"))
+    assert rivals(own, [waiting("b", resources=("TPU",)), waiting("c", resources=("GPU",))]) == [
+        waiting("c", resources=("GPU",))
+    ]
+
+
+class Clock:
+    now = 100.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+def test_a_run_gives_its_workers_back_for_a_while_and_then_starts_them_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, events = Clock(), list[Event]()
+    monkeypatch.setattr(waiting_runs, "time", clock)
+    pool: Any = SimpleNamespace(gives_way=False, preparing=0)
+    runs: Any = SimpleNamespace(others=[], tell=lambda own: None, withdraw=lambda: None)
+    sharing = WorkerSharing(pool, events.append, runs)
+
+    def after(seconds: float, ready: int = 1) -> bool:
+        clock.now += seconds
+        sharing.waits(waiting("z", ready))
+        return bool(pool.gives_way)
+
+    assert not after(1000), "no other run waits"
+    runs.others = [waiting("a", ready=2)]
+    assert sharing.waits(waiting("z")) == ("a",)
+    assert not after(PATIENCE_S - 1)
+    assert not after(2, ready=2), "one more worker is ready"
+    pool.preparing = 1
+    assert not after(1000, ready=2)
+    pool.preparing = 0
+    assert after(PATIENCE_S + 1, ready=2)
+    (event,) = events
+    assert isinstance(event, GiveWayEvent)
+    assert (event.workers, event.rivals) == (2, ("a",))
+    assert after(PATIENCE_S - 1, ready=0)
+    assert not after(PATIENCE_S + 2, ready=0), "the pause is over"
+    assert not after(1000, ready=0), "there is nothing to give back"
+    assert not after(1, ready=1)
+    assert after(PATIENCE_S + 1, ready=1)
+    runs.others = []
+    assert not after(1, ready=0), "no other run waits any more"
