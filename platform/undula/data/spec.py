@@ -42,6 +42,9 @@ class DataSpec:
     the plan has as many samples as all data sets together."""
     validation: Url | None = None
     """Path or s3:// URL of the validation data; without it, the job does not validate."""
+    name: Annotated[str, MinLen(1)] | None = None
+    """Name of the dataset that the script gives to `run.dataset()` or to the trainer of its library. Change it whenever the content
+    changes: a run resumes only with data of the same name and length. By default, the fingerprint of a `Dataset` of Hugging Face."""
     columns: tuple[str, ...] | None = None
     """Columns to read; by default all columns."""
     cache: CacheSpec | None = None
@@ -69,6 +72,10 @@ class DataSpec:
             raise ValueError("train and data.mix are both set; set one of them")
         if self.is_of_script:
             self._refuse_keys_of_stored_data()
+        elif self.name is not None:
+            raise ValueError(
+                "name is for a dataset of the script, but data.train or data.mix is set; remove one of them"
+            )
         urls = [part.url.rstrip("/") for part in self.mix or ()]
         if twice := next((url for url in urls if urls.count(url) > 1), None):
             raise ValueError(f"mix lists {twice} twice; list it once, with the sum of the weights")

@@ -160,8 +160,8 @@ def require_same(data: ScriptData, job: Job) -> None:
             )
         if here and there and (difference := here.difference(there)):
             raise UsageError(
-                f"run.dataset() got a {what} with {difference}, which the driver got; give all nodes the same data, name= if only the "
-                "fingerprint is another one in every process, or all processes PYTHONHASHSEED=0 if the data follow the order of a set"
+                f"run.dataset() got a {what} with {difference}, which the driver got; give all nodes the same data; if only the "
+                "fingerprint is another one in every process, set data.name in the job's YAML"
             )
 
 

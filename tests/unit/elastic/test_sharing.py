@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from undula.elastic.pure.sharing import PATIENCE_S, WaitingRun, patience_s, rivals
 from undula.elastic.ray import waiting_runs
-from undula.elastic.ray.waiting_runs import WorkerSharing
+from undula.elastic.ray.waiting_runs import STARTING_S, WorkerSharing
 from undula.state.events import Event, GiveWayEvent
 
 RUNS = st.lists(
@@ -88,9 +88,10 @@ def test_a_run_gives_its_workers_back_for_a_while_and_then_starts_them_again(mon
     assert not after(PATIENCE_S - 1)
     assert not after(2, ready=2), "one more worker is ready"
     pool.preparing = 1
-    assert not after(1000, ready=2)
+    assert not after(1000, ready=2), "a worker has begun to start"
+    assert not after(PATIENCE_S + STARTING_S - 1, ready=2)
+    assert after(2, ready=2), "it waits for what the other run holds"
     pool.preparing = 0
-    assert after(PATIENCE_S + 1, ready=2)
     (event,) = events
     assert isinstance(event, GiveWayEvent)
     assert (event.workers, event.rivals) == (2, ("a",))

@@ -5,6 +5,7 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from secrets import token_hex
 from typing import Any
 
 import numpy as np
@@ -220,3 +221,26 @@ def test_an_elastic_batch_takes_the_samples_of_several_steps(tmp_path: Path) -> 
     ):
         assert digest == multiset_digest(np.concatenate([planned.step_ids(each) for each in range(step, step + count)]))
     assert steps["merged_steps"].to_pylist() == [2, 2, 2, 2, 1]
+
+
+class Prepared(Drawn):
+    """Dataset whose fingerprint is another one in every process, as after a map with a function that closes over its arguments."""
+
+    @property
+    def _fingerprint(self) -> str:
+        return token_hex(4)
+
+
+def test_a_name_in_the_yaml_takes_the_place_of_a_fingerprint_that_differs(tmp_path: Path) -> None:
+    def train(run: Run) -> None:
+        run.dataset(Prepared(), validation=Prepared())
+        run.model(nn.Linear(1, 1))
+
+    known = ScriptData(IndexedData(ROWS, "first"), IndexedData(ROWS, "first"))
+    job = replace(drawn_job(tmp_path), script_data=known)
+    assert "in every process, set data.name in the job's YAML" in refusal(job, train)
+    named = replace(job, data=replace(job.data, name="first"))
+    with local_world(torch.device("cpu")):
+        cpu_run(named).dataset(Prepared(), validation=Prepared())
+    other = replace(job, data=replace(job.data, name="second"))
+    assert "the fingerprint or name 'second' instead of 'first'" in refusal(other, train)

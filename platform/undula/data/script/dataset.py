@@ -60,7 +60,9 @@ def script_data(
         raise UsageError(f"run.dataset() got num_workers={num_workers}; set it to 0 or more")
     if name == "":
         raise UsageError('run.dataset() got name=""; give a name that changes when the content does, or leave it out')
-    return ScriptData(_identified(dataset, name), None if validation is None else _identified(validation), num_workers)
+    return ScriptData(
+        _identified(dataset, name), None if validation is None else _identified(validation, name), num_workers
+    )
 
 
 def _identified(dataset: object, name: str | None = None) -> IndexedData:

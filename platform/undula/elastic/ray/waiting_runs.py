@@ -19,6 +19,8 @@ INTERVAL_S = 2.0
 """Seconds between two exchanges with the head."""
 FRESH_S = 15.0
 """Seconds after which an entry that has not changed counts as one of a controller that has ended."""
+STARTING_S = 30.0
+"""Seconds within which workers that start become ready, unless they wait for resources that other runs hold, too."""
 NAMESPACE = b"undula_waiting"
 
 
@@ -70,9 +72,10 @@ class WorkerSharing:
     pool: WorkerPool
     on_event: EventSink
     _runs: WaitingRuns = field(default_factory=WaitingRuns)
-    _ready: int = 0
+    _numbers: tuple[int, int] = (0, 0)
+    """Number of workers that are ready, and of those that start."""
     _unchanged_since: float = 0.0
-    """Time on the monotonic clock since which the number of ready workers has been the same."""
+    """Time on the monotonic clock since which these numbers have been the same."""
     _until: float = 0.0
     """Time on the monotonic clock at which the run starts workers again."""
 
@@ -87,9 +90,11 @@ class WorkerSharing:
         names = tuple(sorted(other.name for other in others))
         if pool.gives_way:
             pool.gives_way = bool(others) and now < self._until
-        elif own.ready != self._ready or pool.preparing or not others:
-            self._ready, self._unchanged_since = own.ready, now
-        elif own.ready and now - self._unchanged_since > patience_s(own, others):
+        elif (own.ready, pool.preparing) != self._numbers or not others:
+            self._numbers, self._unchanged_since = (own.ready, pool.preparing), now
+        elif own.ready and now - self._unchanged_since > patience_s(own, others) + (
+            STARTING_S if pool.preparing else 0.0
+        ):
             pause_s = random.uniform(
                 PATIENCE_S, 2 * PATIENCE_S
             )  # random, so that runs do not come back at the same time
@@ -99,7 +104,7 @@ class WorkerSharing:
 
     def ends(self) -> None:
         """Take note that this run does not wait."""
-        self.pool.gives_way, self._ready = False, 0
+        self.pool.gives_way, self._numbers = False, (0, 0)
         self._runs.withdraw()
 
 
