@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
 from math import cos, pi, sqrt
+from operator import ge
 from typing import Annotated, Literal, assert_never
 
 from annotated_types import Ge, Gt, Le, Lt
@@ -63,7 +64,7 @@ class ScheduleSpec:
         lengths = [key for key in LENGTHS if getattr(self, key) is not None]
         if len(lengths) > 1:
             raise ValueError(f"{lengths[1]} and {lengths[0]} both set the length of the warmup; remove one of them")
-        has_warmup = any(getattr(self, key) for key in LENGTHS)
+        has_warmup = self.has_warmup
         if has_warmup and self.warmup != "linear" and not self.warmup_begin:
             raise ValueError(
                 f"warmup is {self.warmup}, which cannot start from a learning rate of 0; set warmup_begin to a fraction of the peak, "
@@ -86,6 +87,10 @@ class ScheduleSpec:
         for key, (default, owners) in _OWNERS.items():
             if getattr(self, key) != default and self.decay not in owners:
                 raise ValueError(f"{key} has no effect with decay={self.decay}; remove it or set decay={owners[0]}")
+
+    @property
+    def has_warmup(self) -> bool:
+        return any(getattr(self, key) for key in LENGTHS)
 
     def follows_batch(self, plan: PlanSpec) -> bool:
         """Return whether steps can have another batch size than the one that base_lr was tuned for."""
@@ -131,8 +136,13 @@ class Schedule:
     total_samples: float
 
     def multiplier(self, samples: float) -> float:
-        """Return the factor in [0, 1] on the learning rate of the step after which the run has consumed `samples` samples."""
-        return self._warmup(samples / self.warmup_samples) if samples < self.warmup_samples else self._decay(samples)
+        """Return the factor in [0, 1] on the learning rate of the step after which the run has consumed `samples` samples.
+
+        A constant warmup ends, and a `step` drops, after the step that reaches the sample, not with it.
+        """
+        is_over = _is_after if self.spec.warmup == "constant" and self.warmup_samples else ge
+        warms_up = not is_over(samples, self.warmup_samples)
+        return self._warmup(samples / self.warmup_samples) if warms_up else self._decay(samples)
 
     def _warmup(self, done: float) -> float:
         """Return the factor during the warmup, given the fraction `done` of the warmup that is over.
@@ -161,7 +171,9 @@ class Schedule:
             case "constant":
                 return 1.0
             case "step":
-                return float(spec.decay_factor ** sum(samples >= place * self.total_samples for place in spec.decay_at))
+                return float(
+                    spec.decay_factor ** sum(_is_after(samples, place * self.total_samples) for place in spec.decay_at)
+                )
             case "inverse_sqrt":
                 return sqrt(self.warmup_samples / samples)
             case "cosine":
@@ -186,3 +198,8 @@ class Schedule:
             return 1.0
         done = min((samples - begin) / (self.total_samples - begin), 1.0)
         return self.spec.final_fraction + (1 - self.spec.final_fraction) * float(left(done))
+
+
+def _is_after(samples: float, place: float) -> bool:
+    """Return whether a number of samples is above a place, which may be off by a rounding error."""
+    return samples > place * (1 + 1e-9)

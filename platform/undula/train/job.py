@@ -65,6 +65,11 @@ class JobSettings:
         if problem := refusal(self.features):
             raise ValueError(problem)
         self._refuse_unmeasurable_noise()
+        if self.schedule.batch_rule == "legw" and self.schedule.has_warmup and self.plan.batch == "elastic":
+            raise ValueError(
+                "schedule.batch_rule=legw makes the warmup longer by the factor of the batch, which plan.batch=elastic changes on the way; "
+                "set batch_rule=sqrt, which scales the rate alike, or plan.batch=fixed"
+            )
         if self.compile and self.activations.keep == "selective":
             raise ValueError(
                 "activations.keep=selective cannot be combined with compile=true, which leaves no single operations to keep; set "

@@ -210,6 +210,8 @@ def test_printed_spec_loads_as_the_same_spec(load: Load, file: Path) -> None:
         ("activations: {keep: selective}\n", ("compile=true",),
          "job.yaml:4: activations.keep=selective cannot be combined with compile=true, which leaves no single operations to keep; set "
          "activations.keep=none, or remove one of them"),
+        ("schedule: {batch_rule: legw, warmup_steps: 9}\n", ("plan.batch=elastic",),
+         "job.yaml:4: schedule.batch_rule=legw makes the warmup longer by the factor of the batch, which plan.batch=elastic changes on "),
         ("config: {day: 2024-01-01}\n", (), "job.yaml:4: config.day is not text, a number, a list or a mapping; quote it"),
         ("", ("plan.batch_size=8",),
          "command line: unknown key plan.batch_size: set plan.global_batch, the samples of a step on all workers, and "

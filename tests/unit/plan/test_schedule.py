@@ -44,7 +44,7 @@ def schedules(draw: st.DrawFn, **fixed: Any) -> Schedule:
 def test_the_multiplier_is_never_above_one_nor_below_the_final_fraction(schedule: Schedule, samples: int) -> None:
     multiplier = schedule.multiplier(samples)
     assert 0 <= multiplier <= 1 + 1e-12
-    if samples >= schedule.warmup_samples and schedule.spec.decay in ("cosine", "polynomial", "wsd"):
+    if samples > schedule.warmup_samples and schedule.spec.decay in ("cosine", "polynomial", "wsd"):
         assert multiplier >= schedule.spec.final_fraction - 1e-12
 
 
@@ -52,8 +52,8 @@ def test_the_multiplier_is_never_above_one_nor_below_the_final_fraction(schedule
 def test_the_multiplier_jumps_at_steps_and_after_a_constant_warmup_only(schedule: Schedule, samples: int) -> None:
     spec, warmup = schedule.spec, schedule.warmup_samples
     here, there = schedule.multiplier(samples), schedule.multiplier(samples + 1)
-    jumps = spec.decay == "step" and any(samples < place * TOTAL <= samples + 1 for place in spec.decay_at)
-    if jumps or (spec.warmup == "constant" and samples < warmup <= samples + 1):
+    jumps = spec.decay == "step" and any(samples - 1 < place * TOTAL <= samples + 1 for place in spec.decay_at)
+    if jumps or (spec.warmup == "constant" and samples - 1 < warmup <= samples + 1):
         return
     begin = max(warmup, TOTAL * (1 - spec.decay_fraction)) if spec.decay == "wsd" else warmup
     # Over a whole warmup, `exponential` has a slope of at most ln(1 / begin); over a whole decay, a power p has a slope of at most p.
@@ -66,7 +66,7 @@ def test_the_multiplier_rises_in_the_warmup_and_never_after_it(schedule: Schedul
     earlier, later = sorted((one, other))
     if later < schedule.warmup_samples:
         assert schedule.multiplier(earlier) <= schedule.multiplier(later) + 1e-12
-    elif earlier >= schedule.warmup_samples:
+    elif earlier > schedule.warmup_samples:
         assert schedule.multiplier(earlier) >= schedule.multiplier(later) - 1e-12
 
 
@@ -81,14 +81,14 @@ def test_a_linear_warmup_rises_in_proportion_to_the_samples(warmup: int, samples
 @pytest.mark.parametrize(
     ("warmup", "expected"),
     [
-        ("constant", [0.01, 0.01, 0.01, 1]),
-        ("linear", [0.01, 0.505, 0.7525, 1]),
-        ("exponential", [0.01, 0.1, 0.1**0.5, 1]),
+        ("constant", [0.01, 0.01, 0.01, 0.01, 1]),
+        ("linear", [0.01, 0.505, 0.7525, 1, 1]),
+        ("exponential", [0.01, 0.1, 0.1**0.5, 1, 1]),
     ],
 )
 def test_warmups_start_at_warmup_begin_and_end_at_the_peak(warmup: Any, expected: list[float]) -> None:
-    schedule = over(TOTAL, warmup=warmup, warmup_samples=1000, warmup_begin=0.01)
-    assert [schedule.multiplier(samples) for samples in (0, 500, 750, 1000)] == pytest.approx(expected)
+    schedule = over(TOTAL, decay="constant", warmup=warmup, warmup_samples=1000, warmup_begin=0.01)
+    assert [schedule.multiplier(samples) for samples in (0, 500, 750, 1000, 1001)] == pytest.approx(expected)
 
 
 @pytest.mark.parametrize(
@@ -96,7 +96,7 @@ def test_warmups_start_at_warmup_begin_and_end_at_the_peak(warmup: Any, expected
     [
         ({"decay": "constant"}, [0, 5000, 10_000], [1, 1, 1]),
         ({"final_fraction": 0.2, "warmup_samples": 2000}, [2000, 6000, 10_000, 11_000], [1, 0.6, 0.2, 0.2]),
-        ({"decay": "step", "decay_at": (0.5, 0.75)}, [4999, 5000, 7499, 7500], [1, 0.1, 0.1, 0.01]),
+        ({"decay": "step", "decay_at": (0.5, 0.75)}, [5000, 5001, 7500, 7501], [1, 0.1, 0.1, 0.01]),
         ({"decay": "polynomial", "final_fraction": 0}, [0, 2500, 5000, 10_000], [1, 0.75, 0.5, 0]),
         ({"decay": "polynomial", "decay_power": 2.0, "final_fraction": 0.2}, [5000, 10_000], [0.4, 0.2]),
         ({"decay": "inverse_sqrt", "warmup_samples": 400}, [400, 1600, 6400], [1, 0.5, 0.25]),
