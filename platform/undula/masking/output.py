@@ -1,4 +1,4 @@
-"""Masks what a process prints and logs: streams in place of sys.stdout and sys.stderr."""
+"""Masks what a process prints and logs: streams in place of sys.stdout and sys.stderr, and a maker of the records of logs."""
 
 import atexit
 import logging
@@ -6,27 +6,50 @@ import os
 import sys
 from collections import deque
 from collections.abc import Iterable
+from contextlib import suppress
+from functools import cache
 from typing import Any, TextIO
 
 from undula.masking.values import declare, declared_in, length_of_beginning, mask
 
 
 def mask_output() -> None:
-    """Mask what this process prints from now on, and what its root logger's handlers write to the same streams.
+    """Mask what this process prints and logs from now on.
 
     Output that does not come through Python's streams, such as that of a program that this process starts, is not masked.
     """
     declare(declared_in(os.environ))
+    _mask_records()
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
-        if stream is None or hasattr(stream, "is_masked"):
-            continue
-        stream_of_secrets = MaskedStream(stream)
-        setattr(sys, name, stream_of_secrets)
-        atexit.register(stream_of_secrets.release)
-        for handler in logging.getLogger().handlers:
-            if isinstance(handler, logging.StreamHandler) and handler.stream is stream:
-                handler.setStream(stream_of_secrets)
+        if stream is not None and not hasattr(stream, "is_masked"):
+            masked = MaskedStream(stream)
+            setattr(sys, name, masked)
+            atexit.register(masked.release)
+
+
+@cache
+def _mask_records() -> None:
+    """Mask the records of all logs, because a handler may write to a file, or may have got a stream before it was masked."""
+    make = logging.getLogRecordFactory()
+
+    def masked_record(*args: Any, **more: Any) -> logging.LogRecord:
+        record = make(*args, **more)
+        with suppress(Exception):  # the arguments do not fit the message, which the handler reports
+            record.msg, record.args = _masked_message(record)
+        if record.exc_info and record.exc_info[1] is not None:
+            story = logging.Formatter().formatException(record.exc_info)
+            record.exc_text = mask(story) if mask(story) != story else None
+        return record
+
+    logging.setLogRecordFactory(masked_record)
+
+
+def _masked_message(record: logging.LogRecord) -> tuple[str, Any]:
+    """Return the message of a record and its arguments, which are in the message if there was a secret in it."""
+    text = record.getMessage()
+    shown = mask(text)
+    return (record.msg, record.args) if shown == text else (shown, ())
 
 
 class MaskedStream:

@@ -4,6 +4,7 @@ import io
 import json
 import subprocess
 import sys
+from pathlib import Path
 from urllib.parse import quote, quote_plus
 
 import pytest
@@ -90,6 +91,12 @@ from undula.masking.output import mask_output
 mask_output()
 mask_output()
 phrase = os.environ.pop("PHRASE")
+logging.getLogger("b").addHandler(logging.FileHandler("b.log"))
+logging.getLogger("b").propagate = False
+try:
+    raise KeyError(phrase)
+except KeyError:
+    logging.getLogger("b").exception("%d %s", 1, phrase)
 print("printed", phrase, end="")
 sys.stdout.writelines(["lines ", phrase, "\\n"])
 logging.getLogger("a").warning("logged %s", phrase)
@@ -98,11 +105,14 @@ raise ValueError(f"raised {phrase}")
 """
 
 
-def test_a_process_masks_what_it_prints_logs_and_raises() -> None:
+def test_a_process_masks_what_it_prints_logs_and_raises(tmp_path: Path) -> None:
     env = {"PYTHONPATH": ":".join(sys.path), "PHRASE": "open-sesame", NAMES: '["PHRASE", "MISSING"]'}
-    done = subprocess.run([sys.executable, "-c", PROGRAM], env=env, capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-c", PROGRAM], env=env, cwd=tmp_path, capture_output=True, text=True)
     assert done.stdout == "printed ***lines ***\nhttps://me:***@host"
     assert "WARNING:a:logged ***\n" in done.stderr
     assert done.stderr.endswith("ValueError: raised ***\n")
     assert "sesame" not in done.stderr
+    logged = (tmp_path / "b.log").read_text()
+    assert logged.startswith("1 ***\nTraceback")
+    assert logged.endswith("KeyError: '***'\n")
     assert declared_in(env) == {"PHRASE": "open-sesame"}
