@@ -52,16 +52,21 @@ def names_of(variables: Mapping[str, str]) -> dict[str, str]:
 @contextmanager
 def passed_on() -> Iterator[dict[str, str]]:
     """Yield the environment variables of the workers of this driver, which connects in the block. Then they can take its variables."""
-    names, known = json.loads(os.environ.pop(NAMES, "[]")), with_declared(os.environ, declared())
-    if URI not in os.environ:  # otherwise, the submitter has stored all of them
-        names += [*declared(), SECRETS] if declared() else []
+    names, known = names_for_workers(), with_declared(os.environ, declared())
     if not names:
         yield {}
         return
     package = new_package()
     yield variables_for(package)
+    os.environ.pop(NAMES, None)
     os.environ[URI] = f"gcs://{package}"
     _storage()._internal_kv_put(os.environ[URI], packed({name: known[name] for name in names}))
+
+
+def names_for_workers() -> list[str]:
+    """Return the names of the variables that this driver must pass on to its workers; none if the submitter has stored them."""
+    names = [] if URI in os.environ else json.loads(os.environ.get(NAMES, "[]"))
+    return [*names, *declared(), SECRETS] if declared() and URI not in os.environ else names
 
 
 def take() -> None:
