@@ -10,7 +10,6 @@ import numpy as np
 from pydantic import TypeAdapter
 
 from undula.errors import RunError, StorageError
-from undula.masking.values import masked
 from undula.plan.rules import RULES
 from undula.state.commit import CHECKPOINTS
 from undula.state.directory import STUDY_FILE
@@ -42,7 +41,7 @@ def write_outcome(store: Store, record: TrialRecord, keeps_models: bool) -> None
         record: Record of the trial, which has ended.
         keeps_models: Whether to keep the trial's checkpoints.
     """
-    store.write(OUTCOME, json.dumps(masked(asdict(record)), indent=1).encode())
+    store.write(OUTCOME, json.dumps(asdict(record), indent=1).encode())
     if not keeps_models:
         store.delete(CHECKPOINTS)
 

@@ -10,7 +10,8 @@ from urllib.parse import quote, quote_plus
 import pytest
 
 from undula.masking.output import MaskedStream
-from undula.masking.values import NAMES, declare, declared_in, forms_of, mask, masked
+from undula.masking.values import NAMES, declare, declared_in, forms_of, mask, mask_error, masked
+from undula.state.events import FailEvent, read_event
 
 SECRET = "blue/Sesame & 'four\""
 KEY = "-----BEGIN-----\nMIIEowIBAAKCAQEA\nzXn8abc/def+ghi==\n-----END-----"
@@ -116,3 +117,21 @@ def test_a_process_masks_what_it_prints_logs_and_raises(tmp_path: Path) -> None:
     assert logged.startswith("1 ***\nTraceback")
     assert logged.endswith("KeyError: '***'\n")
     assert declared_in(env) == {"PHRASE": "open-sesame"}
+
+
+def test_an_exception_is_masked_with_those_that_it_follows_from() -> None:
+    declare({"PHRASE": "open-sesame"})
+    error = subprocess.CalledProcessError(1, ["login", "open-sesame"])
+    error.__cause__ = OSError(2, "no open-sesame", "/keys/open-sesame")
+    error.__cause__.__context__ = error
+    mask_error(error)
+    assert str(error) == "Command '['login', '***']' returned non-zero exit status 1."
+    assert str(error.__cause__) == "[Errno 2] no ***: '/keys/***'"
+
+
+def test_an_event_is_masked_when_it_is_written_and_when_it_is_read() -> None:
+    declare({"PHRASE": "open-sesame"})
+    row = FailEvent("KeyError: 'open-sesame' at https://me:pa/ss@host").row()
+    assert "sesame" not in str(row)
+    former = {**row, "data": json.dumps({"error": "https://me:hunter22@host"}), "message": "https://me:hunter22@host"}
+    assert "hunter22" not in str(read_event(former).row()) + str(read_event({**former, "kind": "unknown"}))
