@@ -22,6 +22,7 @@ from s3_server import client_env, moto_server
 from small_text import write_text
 
 from undula.cluster.local import LocalCluster
+from undula.masking import values as masks
 from undula.storage.etags import forget_forms
 from undula.storage.s3 import forget_clients
 
@@ -67,6 +68,13 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 def no_snapshots_of_the_last_test() -> Iterator[None]:
     yield
     own_memory.delete_snapshots()
+
+
+@pytest.fixture(autouse=True)
+def no_secrets_of_the_last_test() -> Iterator[None]:
+    yield
+    os.environ.pop(masks.NAMES, None)
+    masks._variables, masks._values, masks._pattern = {}, frozenset(), None
 
 
 @dataclass(frozen=True)

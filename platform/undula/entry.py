@@ -11,6 +11,7 @@ from undula.config.job import load_spec, script_of
 from undula.config.yaml_file import Setting
 from undula.driver.script import begin_call, note_begin, run_script
 from undula.errors import SpecError, needs_extra, one_sentence
+from undula.masking.output import mask_output
 from undula.study.load import load_study
 from undula.telemetry.tracker import Tracker
 
@@ -43,6 +44,7 @@ def main(
         trackers: Experiment trackers of your own, beside those of the job. A study does not use them.
     """
     note_begin()
+    mask_output()
     if not begin_call(train):
         return
     options = _parser().parse_intermixed_args(argv)
@@ -94,6 +96,7 @@ def study_main(argv: Sequence[str] | None = None) -> None:
         argv: Command line, by default that of this process: STUDY.yaml [--fresh] [key=value ...]. The script must lie beside the job's
             YAML and have the same name.
     """
+    mask_output()
     study, *rest = [*(sys.argv[1:] if argv is None else argv), ""]
     with one_sentence():
         if not study or study.startswith("-"):

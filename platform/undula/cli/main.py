@@ -24,6 +24,7 @@ from undula.cli.spot import spot
 from undula.cli.study import study
 from undula.cli.verify import verify
 from undula.errors import INTERRUPTED, TERMINATED, WRONG_INPUT, one_sentence
+from undula.masking.output import mask_output
 
 
 @click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"]})
@@ -63,6 +64,7 @@ for command in (
 def main(argv: Sequence[str] | None = None) -> None:
     """Run a command and exit with its status, or with that of the error with which it ended (`undula.errors`)."""
     # SIGTERM raises an exception as Ctrl-C does, so that the command stops everything that it has started.
+    mask_output()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(TERMINATED))
     try:
         with one_sentence():

@@ -72,7 +72,7 @@ def environment_options(command: F) -> F:
         "secrets",
         multiple=True,
         metavar="NAME",
-        help="Environment variable of this terminal that the job's processes also get.",
+        help="Environment variable of this terminal that the job's processes also get. Its value is masked in all they show.",
     )
     file = click.option(
         "--secret-file",
@@ -80,7 +80,7 @@ def environment_options(command: F) -> F:
         multiple=True,
         type=FILE,
         metavar="FILE",
-        help="File with environment variables of the job's processes, one NAME=VALUE a line.",
+        help="File with environment variables of the job's processes, one NAME=VALUE a line. Their values are masked.",
     )
     return env(secret(file(command)))
 

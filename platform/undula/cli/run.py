@@ -64,20 +64,23 @@ def run(
       undula run jobs/language_model.yaml --detach
       undula run jobs/language_model.yaml --in-process --fresh
     """
-    from undula.config.environment import job_environment
+    from undula.config.environment import having, job_environment
     from undula.config.job import load_spec, script_of
     from undula.driver.print_job import printed_by_script
     from undula.driver.submission import run_in_this_process, run_submission, submission_of_job
     from undula.errors import SpecError
+    from undula.masking.values import with_declared
     from undula.telemetry.live import LiveScreen
 
     overrides = with_runs(overrides, runs)
-    loaded = load_spec(job, overrides)
-    if prints:
-        click.echo(printed_by_script(script_of(job, script), job, overrides), nl=False)
-        return 0
-    mode = mode_of(detach, keep_alive)
     environment = job_environment(env, secrets, secret_files)
+    with having(environment):
+        loaded = load_spec(job, overrides)
+        if prints:
+            click.echo(printed_by_script(script_of(job, script), job, overrides), nl=False)
+            return 0
+    mode = mode_of(detach, keep_alive)
+    environment = with_declared(environment, loaded.variables)
     submission = submission_of_job(job, loaded, overrides, script, fresh).with_environment(environment)
     if not in_process:
         return run_submission(submission, address, LiveScreen(sys.stdout), mode)

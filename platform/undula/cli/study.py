@@ -78,8 +78,9 @@ def run(
     study continues that study. Ctrl-C ends only this command, unless it has started a local cluster for the study.
     """
     from undula.cluster.local import cluster_at_hand
-    from undula.config.environment import job_environment
+    from undula.config.environment import having, job_environment
     from undula.driver.submission import run_submission
+    from undula.masking.values import with_declared
     from undula.study.load import load_study
     from undula.study.status import report_if_done
     from undula.study.submission import submission_of_study
@@ -87,13 +88,15 @@ def run(
 
     _refuse_what_may_be_a_command(file)
     overrides = with_runs(overrides, runs, "overrides.runs")
-    loaded = load_study(file, overrides)
+    environment = job_environment(env, secrets, secret_files)
+    with having(environment):
+        loaded = load_study(file, overrides)
     # The nodes of an existing cluster may have other files than this machine, so only they can tell whether the study is done.
     if not (address or cluster_at_hand()) and (lines := report_if_done(loaded, fresh)):
         click.echo("\n".join(lines))
         return 0
     mode = mode_of(detach, keep_alive)
-    environment = job_environment(env, secrets, secret_files)
+    environment = with_declared(environment, loaded.job.variables)
     submission = submission_of_study(file, loaded, overrides, script, fresh).with_environment(environment)
     return run_submission(submission, address, LiveScreen(sys.stdout), mode)
 

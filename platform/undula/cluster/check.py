@@ -15,9 +15,9 @@ from jsonschema import Draft7Validator
 
 from undula.cluster.job_fit import check_job
 from undula.cluster.node_types import Finding, NodeType, mapping_of, most_nodes, node_types
-from undula.config.secrets import holds_secret
 from undula.elastic.pure.spec import WorkersSpec
 from undula.errors import SpecError, one_line
+from undula.masking.values import mask
 from undula.plan.fleet import MACHINE, MARKET, ON_DEMAND, SPOT, TYPE
 
 WIDE_BITS = {4: 8, 6: 16}
@@ -213,7 +213,7 @@ def _check_secrets(config: Mapping[str, Any]) -> Iterator[Finding]:
         if secret in config["provider"]:
             yield Finding("error", f"provider.{secret}: {copied}")
     for key, value in config.items():
-        if any(map(holds_secret, _texts(value))):
+        if any(mask(text) != text for text in _texts(value)):
             yield Finding("error", f"{key} contains a secret, and {copied}")
 
 

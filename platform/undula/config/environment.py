@@ -1,23 +1,31 @@
-"""Environment variables that the user of a command gives to a job, by `--env`, `--secret` and `--secret-file`."""
+"""Environment variables that the user gives to a job, by `--env`, `--secret`, `--secret-file`, and `${env:NAME}` in its YAML."""
 
 import json
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from undula.config.secrets import has_secret
 from undula.errors import SpecError
+from undula.masking import values
+from undula.masking.output import mask_output
+from undula.masking.shapes import is_secret
 
 OVERRIDES = "UNDULA_OVERRIDES"
 """Environment variable of a job's driver with overrides that its command line must not show, as a JSON list."""
 PLACE = "(hidden)"
 """Argument of a driver in place of an override that its command line must not show. Overrides are applied in the order of the arguments."""
 _NAME = r"[A-Za-z_]\w*"
+_REFERENCE = re.compile(r"\$\{env:(.*?)\}")
+_SECTIONS = ("config", "trackers")
+"""Sections of a job in which a reference may stand. The others say what is trained and where, which every record of the run shows."""
 
 
 def job_environment(env: Sequence[str], secrets: Sequence[str], files: Sequence[Path]) -> dict[str, str]:
-    """Return the environment variables of a job.
+    """Return the environment variables of a job, with the note which of them are secrets: all but those of `env` whose names are harmless.
 
     Args:
         env: Variables as NAME=VALUE.
@@ -27,20 +35,83 @@ def job_environment(env: Sequence[str], secrets: Sequence[str], files: Sequence[
     Raises:
         SpecError: A name is invalid, or a variable or a file does not exist. The message shows no value.
     """
-    variables: dict[str, str] = {}
+    secret: dict[str, str] = {}
     for file in files:
-        variables.update(_read(file))
+        secret.update(_read(file))
     for name in secrets:
         if name not in os.environ:
             raise SpecError(f"command line: --secret {name}: the environment has no such variable; export it first")
-        variables[name] = os.environ[name]
+        secret[name] = os.environ[name]
+    variables: dict[str, str] = {}
     for variable in env:
         name, equals, value = variable.partition("=")
         if not equals or not re.fullmatch(_NAME, name):
             fix = f"write NAME=VALUE, or --secret {name} to pass on a variable" if not equals else "write NAME=VALUE"
             raise SpecError(f"command line: --env {name}: {fix}")
         variables[name] = value
-    return variables
+    given = {**secret, **variables}
+    return values.with_declared(
+        variables, {name: given[name] for name in given if name not in variables or is_secret(name, given[name])}
+    )
+
+
+@contextmanager
+def having(variables: Mapping[str, str]) -> Iterator[None]:
+    """Have the environment variables of a job during a block, and mask those that are secrets from then on.
+
+    A cluster that this process starts must not inherit them.
+    """
+    before = dict(os.environ)
+    os.environ.update(variables)
+    mask_output()
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+
+
+def with_variables(tree: Any, where: Callable[[Sequence[str]], str]) -> tuple[Any, dict[str, str]]:
+    """Return a tree with the values of variables in place of ${env:NAME}, and these variables, which are secrets from now on.
+
+    Args:
+        tree: Content of a YAML file.
+        where: Function that returns the origin of a value from its keys, for messages.
+
+    Raises:
+        SpecError: A reference has no value that could be masked, or stands where none may.
+    """
+    variables: dict[str, str] = {}
+
+    def filled(value: Any, *keys: str) -> Any:
+        if isinstance(value, Mapping):
+            return {key: filled(item, *keys, str(key)) for key, item in value.items()}
+        if isinstance(value, list):
+            return [filled(item, *keys) for item in value]
+        if not isinstance(value, str):
+            return value
+        for name in _REFERENCE.findall(value):
+            key = ".".join(keys)
+            if problem := _problem_of_reference(name, key.removeprefix("overrides.")):
+                raise SpecError(f"{where(keys)}: {key} refers to ${{env:{name}}}, {problem}")
+            variables[name] = os.environ[name]
+        return _REFERENCE.sub(lambda match: os.environ[match[1]], value)
+
+    tree = filled(tree)
+    values.declare(variables)
+    return tree, variables
+
+
+def _problem_of_reference(name: str, key: str) -> str | None:
+    if not key.startswith(tuple(f"{section}." for section in _SECTIONS)):
+        return f"but a secret can stand only below {' and '.join(_SECTIONS)}; write the value itself"
+    if name not in os.environ:
+        return "but the environment has no such variable; export it first, or give it with --secret-file"
+    if not values.forms_of(os.environ[name]):
+        return (
+            f"whose value is no secret, because it has fewer than {values.MIN_CHARS} characters; write the value itself"
+        )
+    return None
 
 
 def _read(file: Path) -> Mapping[str, str]:

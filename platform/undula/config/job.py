@@ -15,6 +15,7 @@ from undula.config.secrets import hide_secrets, same_value
 from undula.config.yaml_file import Setting, flatten, load_file, validated
 from undula.elastic.pure.spec import HorovodSpec, WorkersSpec
 from undula.errors import STRICT, SpecError
+from undula.masking.values import holds_declared
 from undula.state.defaults import DEFAULT_RUNS, RUNS_VARIABLE, default_runs
 from undula.telemetry.registry import TrackersSpec
 from undula.train.job import FORMER_PRECISION, JobSettings
@@ -68,6 +69,8 @@ class LoadedSpec:
     """Settings of the script: an instance of the dataclass that the script declares, or a mapping if it declares none."""
     origins: Mapping[str, str]
     """Origin of each given value by dotted key: "job.yaml:12" or "command line"."""
+    variables: Mapping[str, str] = field(default_factory=dict)
+    """Environment variables to which values refer as ${env:NAME}. The job's processes need them, to mask their values."""
 
     def origin(self, key: str) -> str:
         """Return the origin of a dotted key's value, or else of the first given value below that key, for messages."""
@@ -131,7 +134,19 @@ def load_spec(
     config: Any = _namespace(spec.config)
     if config_type is not None:
         config = validated(config_type, spec.config, ("config",), where)
-    return LoadedSpec(spec, config, where.origins)
+    places = {
+        "name": spec.name,
+        "runs": spec.runs,
+        "data.train": spec.data.train,
+        "data.validation": spec.data.validation,
+    }
+    for key, value in {**places, "data.mix": " ".join(part.url for part in spec.data.mix or ())}.items():
+        if value and holds_declared(value):
+            raise SpecError(
+                f"{where(key.split('.'))}: {key} has the value of a secret in it, and every record of the run shows it; give the variable "
+                "with --env in place of --secret"
+            )
+    return LoadedSpec(spec, config, where.origins, where.variables)
 
 
 def _fix_of_unknown_key(tree: Mapping[str, Any], key: str) -> str | None:

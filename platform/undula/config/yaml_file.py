@@ -9,7 +9,7 @@ import json
 import re
 import typing
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -18,6 +18,7 @@ import yaml
 from pydantic import TypeAdapter, ValidationError
 from pydantic_core import ErrorDetails
 
+from undula.config.environment import with_variables
 from undula.config.secrets import has_secret, hide_secrets
 from undula.errors import SpecError, one_line
 
@@ -56,7 +57,8 @@ def load_file(
     tree, origins = _read_yaml(file, what, keys)
     for override in overrides:
         _apply_override(tree, origins, override, origin(override.partition("=")[0]))
-    where = Where(file, origins)
+    tree, variables = with_variables(tree, Where(file, origins))
+    where = Where(file, origins, variables)
     refuse_unknown_keys(tree, owner, (), where, lambda key: fix(tree, key))
     for key, section in sections.items():
         refuse_unknown_keys(tree.get(key), section, (key,), where)
@@ -208,6 +210,8 @@ class Where:
     file: Path
     origins: Mapping[str, str]
     """Origin of each given value by dotted key."""
+    variables: Mapping[str, str] = field(default_factory=dict)
+    """Environment variables to which values refer as ${env:NAME}."""
 
     def __call__(self, path: Sequence[str]) -> str:
         """Return the origin of a key, or else of the nearest key above it, or else the file."""

@@ -18,7 +18,7 @@ from undula.cluster.local import STARTS, head_answers
 from undula.data.script.pickling import modules_of, pickle_modules_by_name
 from undula.elastic.ray import private_environment
 from undula.elastic.ray.ray_logging import stop_error_messages
-from undula.errors import ClusterError, one_line
+from undula.errors import ClusterError, UsageError, one_line
 from undula.train.run import Run
 from undula.train.script_file import ScriptFile
 
@@ -35,6 +35,7 @@ def connected() -> Iterator[None]:
 
     Raises:
         ClusterError: The cluster cannot be reached.
+        UsageError: The script has connected already, so its workers cannot get the job's environment variables.
     """
     os.environ.setdefault("RAY_TRAIN_ENABLE_PRINT_PATCH", "0")  # the hub carries printed lines to the driver
     # Without this, the interpreter spends more than a second at exit on collecting torch's objects.
@@ -63,6 +64,10 @@ def connected() -> Iterator[None]:
                 f"cannot connect to the Ray cluster {where}: {one_line(error)}; check that it is up and that RAY_ADDRESS is correct"
             ) from error
         stop_error_messages()
+    elif names := private_environment.names_for_workers():
+        raise UsageError(
+            f"the script has connected to Ray before undula.main, so its workers cannot get the variable {names[0]}; remove its ray.init()"
+        )
     for name in ("ray", "ray.train", "ray.data"):
         logging.getLogger(name).setLevel(logging.ERROR)
     try:

@@ -9,8 +9,7 @@ import math
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -18,7 +17,7 @@ from typing import TYPE_CHECKING, Literal, TypeAlias
 
 from undula.cluster.local import cluster_at_hand, job_api_answers
 from undula.cluster.room import refuse_what_never_fits
-from undula.config.environment import without_secrets
+from undula.config.environment import having, without_secrets
 from undula.config.job import LoadedSpec, absolute_paths, script_of
 from undula.driver.local_job import run_on_own_cluster
 from undula.driver.script import run_submitted
@@ -164,7 +163,7 @@ def run_submission(submission: Submission, address: str | None, screen: LiveScre
         fix=fix,
         share=submission.packed,
     )
-    with _environment(submission.environment):
+    with having(submission.environment):
         submission.check_here()
     screen.show("starting a local Ray cluster ...")
     return _run_here(submission, screen)
@@ -175,18 +174,6 @@ def run_in_this_process(submission: Submission) -> int:
     os.environ.update(submission.environment)
     run_submitted(submission.script, [*submission.arguments, "--in-process"])
     return 0
-
-
-@contextmanager
-def _environment(variables: Mapping[str, str]) -> Iterator[None]:
-    """Have environment variables during a block. The cluster must not inherit them."""
-    before = dict(os.environ)
-    os.environ.update(variables)
-    try:
-        yield
-    finally:
-        os.environ.clear()
-        os.environ.update(before)
 
 
 def _run_here(submission: Submission, screen: LiveScreen) -> int:

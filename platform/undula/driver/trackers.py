@@ -13,9 +13,9 @@ import pyarrow.compute as pc
 
 from undula.cluster.prices import load_prices
 from undula.config.job import LOGICAL, LoadedSpec
-from undula.config.secrets import holds_secret
 from undula.config.yaml_file import flatten
 from undula.errors import SpecError, UndulaError
+from undula.masking.values import mask
 from undula.report.data.cost import cost_of
 from undula.report.data.run_record import read_run
 from undula.state.directory import JOB_FILE
@@ -143,10 +143,10 @@ def tags_of(record: Mapping[str, Any], store: Store, events: pa.Table) -> dict[s
 
 
 def problem_of(error: BaseException) -> str:
-    """Return an error as text in one line, without the text if that may hold a secret."""
-    text = shorten(str(error), 300, placeholder=" ...")
+    """Return an error as text in one line, without secrets."""
+    text = shorten(mask(str(error)), 300, placeholder=" ...")
     name = type(error).__name__
-    return name if not text or holds_secret(text) else f"{name}: {text}"
+    return f"{name}: {text}" if text else name
 
 
 def unsent_steps(follower: Follower) -> str:
@@ -168,7 +168,7 @@ def _cost(store: Store) -> dict[str, str]:
 
 def _shown(event: Event) -> str:
     at = "" if event.step is None else f"step {event.step}: "
-    return f"{at}{event.kind if holds_secret(event.message) else event.message}"
+    return f"{at}{mask(event.message)}"
 
 
 def _text(value: object) -> str:

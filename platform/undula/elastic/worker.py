@@ -19,6 +19,7 @@ from undula.data.stored.reader import stored_reader
 from undula.elastic.ray.actor import worker_state
 from undula.elastic.ray.gpus import reserved_device
 from undula.errors import ClusterError, StorageError, UndulaError, UsageError
+from undula.masking.output import mask_output
 from undula.parallel.compile import compile_with_own_threads, problem_of_compiler
 from undula.parallel.layout import join_layout
 from undula.plan.plan import Plan
@@ -69,6 +70,7 @@ class JobWorker:
         worker = worker_state()
         worker.is_run = True
         _leave_batch_scheduling()
+        mask_output()
         with output_to_driver(self.publish, rank), waits_reported_to(WaitPublisher(self.publish)):
             device, local_rank = ray.train.torch.get_device(), context.get_local_rank()
             run: Run | None = None

@@ -73,6 +73,7 @@ def load_study(file: Path, overrides: Sequence[str] = (), config_type: type | No
             raise SpecError(f"{origin}: overrides has {key}, which the study sets from {spec.sets[key]}; remove it")
     job = load_spec(job_file, as_overrides(values), config_type, lambda key: where(["overrides", key]))
     _check_job(spec, job.spec, job_file, where)
+    job = dataclasses.replace(job, variables={**where.variables, **job.variables})
     return LoadedStudy(spec, job, job_file, where, values, config_type)
 
 

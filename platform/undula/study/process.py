@@ -22,6 +22,7 @@ from undula.elastic.pure.spec import WorkersSpec
 from undula.elastic.ray.failures import whole_story
 from undula.elastic.ray.gpus import hide_unreserved_gpus, refuse_unseen_gpus, reserved_device
 from undula.errors import StorageError
+from undula.masking.values import mask
 from undula.storage import Store, open_store
 from undula.study.records import EVENT_OF
 from undula.study.trials import State
@@ -191,10 +192,10 @@ def _run_training(training: Callable[[], None], listener: Listener, former: thre
 
 
 def _in_one_line(error: BaseException) -> str:
-    """Return the type and message of an error, such as `KeyError: 'width'`."""
-    if isinstance(error, TrainingFailedError) and (story := whole_story(error).strip()):
+    """Return the type and message of an error, such as `KeyError: 'width'`, without secrets."""
+    if isinstance(error, TrainingFailedError) and (story := mask(whole_story(error)).strip()):
         return story.splitlines()[-1]
-    return f"{type(error).__name__}: {' '.join(str(error).split())}".removesuffix(": ")
+    return f"{type(error).__name__}: {' '.join(mask(str(error)).split())}".removesuffix(": ")
 
 
 def train_in_process(training: SingleProcess, store: Store, metrics: RunMetrics) -> None:

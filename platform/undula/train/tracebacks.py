@@ -5,6 +5,7 @@ import traceback
 
 import torch.distributed as dist
 
+from undula.masking.values import mask, mask_error
 from undula.recovery.worker_state import GroupEndedError
 
 HOROVODS_REFUSALS = re.compile("Mismatched|not been initialized|same name as another")
@@ -15,10 +16,11 @@ _ATTRIBUTE = "undula_traceback"
 def keep_traceback(error: BaseException) -> None:
     """Store the traceback as an attribute of the exception, because attributes are pickled with an exception.
 
-    The frame that calls the user's code is left out.
+    The frame that calls the user's code is left out. Secrets are masked, because Ray writes exceptions of workers to its logs.
     """
+    mask_error(error)
     frames = error.__traceback__.tb_next if error.__traceback__ else None
-    setattr(error, _ATTRIBUTE, "".join(traceback.format_exception(type(error), error, frames)))
+    setattr(error, _ATTRIBUTE, mask("".join(traceback.format_exception(type(error), error, frames))))
 
 
 def kept_traceback(error: BaseException) -> str | None:

@@ -1,13 +1,15 @@
 """Tests of the environment variables that a user gives to a job."""
 
 import json
+import os
 from pathlib import Path
 
 import pytest
 
-from undula.config.environment import OVERRIDES, PLACE, job_environment, with_secrets, without_secrets
-from undula.config.job import load_spec
+from undula.config.environment import OVERRIDES, PLACE, having, job_environment, with_secrets, without_secrets
+from undula.config.job import changed_key, load_spec
 from undula.errors import SpecError
+from undula.masking.values import NAMES, declare, mask
 
 
 def test_variables_come_from_the_command_line_the_environment_and_files(
@@ -16,6 +18,7 @@ def test_variables_come_from_the_command_line_the_environment_and_files(
     (tmp_path / "a.env").write_text("# comment\n\nA=1\nexport B = 'two words' \nC=x=y#z\nD=\n")
     monkeypatch.setenv("HF_TOKEN", "t")
     variables = job_environment(["A=2", "E=a=b"], ["HF_TOKEN"], [tmp_path / "a.env"])
+    assert json.loads(variables.pop(NAMES)) == ["B", "C", "D", "HF_TOKEN"]
     assert variables == {"A": "2", "B": "two words", "C": "x=y#z", "D": "", "E": "a=b", "HF_TOKEN": "t"}
 
 
@@ -70,3 +73,63 @@ def test_a_copied_command_line_without_its_secrets_is_refused(monkeypatch: pytes
         SpecError, match="stands for an override that a list of jobs must not show; give the override itself"
     ):
         with_secrets(["name=a", PLACE])
+
+
+def test_a_reference_has_the_value_of_a_variable_which_no_record_shows(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    file = tmp_path / "job.yaml"
+    file.write_text(
+        "name: job\ndata: {train: x}\nconfig:\n  login: me ${env:PLANTED}\n  urls: ['https://me:${env:PLANTED}@host']\n  lr: 1\n"
+    )
+    monkeypatch.setenv("PLANTED", "of-no-shape")
+    loaded = load_spec(file, ["config.more=${env:PLANTED}"])
+    assert loaded.config == {
+        "login": "me of-no-shape", "urls": ["https://me:of-no-shape@host"], "lr": 1, "more": "of-no-shape"
+    }  # fmt: skip
+    assert loaded.variables == {"PLANTED": "of-no-shape"}
+    assert "of-no-shape" not in str(loaded.tree()) + loaded.to_yaml()
+    assert mask("of-no-shape") == "***"
+    assert without_secrets(["config.more=${env:PLANTED}"]) == (("config.more=${env:PLANTED}",), {})
+    before = loaded.tree()
+    monkeypatch.setenv("PLANTED", "of-no-shape-too")
+    changed = changed_key(before, load_spec(file, ["config.more=${env:PLANTED}"]).tree())
+    assert changed
+    assert changed[0] == "config.login"
+
+
+@pytest.mark.parametrize(
+    ("override", "sentence"),
+    [
+        ("config.key=${env:MISSING_X}", "command line: config.key refers to ${env:MISSING_X}, but the environment has no such variable; "),
+        ("config.key=${env:SHORT}", "config.key refers to ${env:SHORT}, whose value is no secret, because it has fewer than 6 characters"),
+        ("data.train=s3://${env:PLANTED}/x", "data.train refers to ${env:PLANTED}, but a secret can stand only below config and trackers"),
+        ("data.train=s3://of-no-shape/x", "data.train has the value of a secret in it, and every record of the run shows it; give the "),
+        ("name=of-no-shape", "command line: name has the value of a secret in it"),
+    ],
+)  # fmt: skip
+def test_a_secret_that_a_record_would_show_is_refused(
+    override: str, sentence: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    file = tmp_path / "job.yaml"
+    file.write_text("name: job\ndata: {train: x}\n")
+    monkeypatch.setenv("PLANTED", "of-no-shape")
+    monkeypatch.setenv("SHORT", "hush")
+    declare({"PLANTED": "of-no-shape"})
+    with pytest.raises(SpecError) as error:
+        load_spec(file, [override])
+    assert sentence in str(error.value)
+    assert "hush" not in str(error.value)
+
+
+def test_a_value_of_env_is_no_secret() -> None:
+    assert NAMES not in job_environment(["MODE=training"], [], [])
+    assert json.loads(job_environment(["DB_PASSWORD=training", "MODE=training"], [], [])[NAMES]) == ["DB_PASSWORD"]
+
+
+def test_a_block_has_the_variables_of_a_job_and_leaves_none_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("PLANTED", raising=False)
+    with having({"PLANTED": "of-no-shape", NAMES: '["PLANTED"]'}):
+        assert os.environ["PLANTED"] == "of-no-shape"
+    assert not {"PLANTED", NAMES} & os.environ.keys()
+    assert mask("of-no-shape") == "***"

@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader, Dataset
 from undula.data.script.generators import kept_generators, on_host
 from undula.data.script.items import Items, Request
 from undula.errors import UsageError
+from undula.masking.output import mask_output
 
 PRELOADED = ["ray.cloudpickle", "undula.data.script.loader_processes"]
 """Modules that the fork server imports once, for all loader processes."""
@@ -158,7 +159,7 @@ class Loader:
         in_processes: dict[str, Any] = {
             "multiprocessing_context": self._context,
             "persistent_workers": True,
-            "worker_init_fn": _end_with_rank,
+            "worker_init_fn": _begin,
         }
         return DataLoader(
             self._source,
@@ -267,8 +268,12 @@ def _unchanged(batch: Any) -> Any:
     return batch
 
 
-def _end_with_rank(worker_id: int) -> None:
-    """End this loader process as soon as its rank ends. torch looks only for the end of the fork server, and every 5 s."""
+def _begin(worker_id: int) -> None:
+    """Mask what this loader process prints, and end it as soon as its rank ends.
+
+    torch looks only for the end of the fork server, and every 5 s.
+    """
+    mask_output()
     threading.Thread(target=_await_end_of_rank, daemon=True).start()
 
 

@@ -23,6 +23,7 @@ from ray.exceptions import RayTaskError
 from undula.data.spec import DataSpec
 from undula.data.stored.read_ahead import ReadAhead
 from undula.data.stored.reads import RowGroupRead, WindowRead, row_group_reads, tables
+from undula.masking.values import mask, mask_error
 from undula.storage import Reporter, waits_reported_to, waits_reporter
 
 NODE_LABEL = "ray.io/node-id"
@@ -83,7 +84,8 @@ class RowsTask:
             with waits_reported_to(self.reporter):
                 yield from tables(self.reads, self.most_bytes)
         except Exception as error:
-            raise ReadTaskError("".join(format_exception(error)), error) from error
+            mask_error(error)
+            raise ReadTaskError(mask("".join(format_exception(error))), error) from error
 
 
 def rows_tasks(reads: Iterable[WindowRead], task_bytes: int) -> list[RowsTask]:

@@ -13,6 +13,10 @@ from importlib import import_module
 from secrets import token_hex
 from typing import Any
 
+from undula.masking.output import mask_output
+from undula.masking.values import NAMES as SECRETS
+from undula.masking.values import declared, with_declared
+
 URI = "UNDULA_PRIVATE"
 """Environment variable with the name of the package, which the lists of jobs may show: only processes of the cluster can read it."""
 NAMES = "UNDULA_PRIVATE_NAMES"
@@ -48,18 +52,25 @@ def names_of(variables: Mapping[str, str]) -> dict[str, str]:
 @contextmanager
 def passed_on() -> Iterator[dict[str, str]]:
     """Yield the environment variables of the workers of this driver, which connects in the block. Then they can take its variables."""
-    names = json.loads(os.environ.pop(NAMES, "[]"))
+    names, known = names_for_workers(), with_declared(os.environ, declared())
     if not names:
         yield {}
         return
     package = new_package()
     yield variables_for(package)
+    os.environ.pop(NAMES, None)
     os.environ[URI] = f"gcs://{package}"
-    _storage()._internal_kv_put(os.environ[URI], packed({name: os.environ[name] for name in names}))
+    _storage()._internal_kv_put(os.environ[URI], packed({name: known[name] for name in names}))
+
+
+def names_for_workers() -> list[str]:
+    """Return the names of the variables that this driver must pass on to its workers; none if the submitter has stored them."""
+    names = [] if URI in os.environ else json.loads(os.environ.get(NAMES, "[]"))
+    return [*names, *declared(), SECRETS] if declared() and URI not in os.environ else names
 
 
 def take() -> None:
-    """Set the variables of the job in this process, which Ray has just started.
+    """Set the variables of the job in this process, which Ray has just started, and mask those that are secrets in what it prints.
 
     Raises:
         RuntimeError: The head has no such variables any more. Ray then ends this process.
@@ -68,6 +79,7 @@ def take() -> None:
     if content is None:
         raise RuntimeError("the job has ended, and its environment variables were deleted")
     os.environ.update(json.loads(content))
+    mask_output()
 
 
 def forget() -> None:

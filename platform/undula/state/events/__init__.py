@@ -10,6 +10,7 @@ from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
+from undula.masking.values import mask, masked
 from undula.state.events.base import Event, RecordedEvent
 from undula.state.events.fleet import FleetEvent, IdleEvent, OverdueEvent, RefusalEvent, ReleaseEvent
 from undula.state.events.training import (
@@ -94,8 +95,11 @@ EVENT_TYPES = {each.KIND: each for each in Event.__subclasses__() if each is not
 
 
 def read_event(row: Mapping[str, Any]) -> Event:
-    """Return the event of a row of the ledger's EVENT_SCHEMA: a RecordedEvent if this version does not know its kind or its fields."""
-    value = json.loads(row["data"] or "{}")
+    """Return the event of a row of the ledger's EVENT_SCHEMA: a RecordedEvent if this version does not know its kind or its fields.
+
+    Former versions did not mask secrets.
+    """
+    value = masked(json.loads(row["data"] or "{}"))
     data = value if isinstance(value, dict) else {}
     event_type = EVENT_TYPES.get(row["kind"])
     if event_type is not None:
@@ -104,7 +108,7 @@ def read_event(row: Mapping[str, Any]) -> Event:
             return event
         except ValidationError:
             pass
-    return RecordedEvent(row["kind"], row["message"] or "", data, step=row["step"], time=row["time"])
+    return RecordedEvent(row["kind"], mask(row["message"] or ""), data, step=row["step"], time=row["time"])
 
 
 @cache

@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, ClassVar
 
+from undula.masking.values import mask, masked
+
 
 @dataclass(frozen=True)
 class Event(ABC):
@@ -34,9 +36,9 @@ class Event(ABC):
         return {name: value for name, value in asdict(self).items() if name not in ("step", "time")}
 
     def row(self) -> dict[str, Any]:
-        """Return the event as a row of the ledger's EVENT_SCHEMA."""
-        data = json.dumps(self.data)
-        return {"kind": self.kind, "message": self.message, "step": self.step, "data": data, "time": self.time}
+        """Return the event as a row of the ledger's EVENT_SCHEMA, without secrets."""
+        data, message = json.dumps(masked(self.data)), mask(self.message)
+        return {"kind": self.kind, "message": message, "step": self.step, "data": data, "time": self.time}
 
 
 @dataclass(frozen=True)
