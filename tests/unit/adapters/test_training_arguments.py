@@ -114,7 +114,7 @@ def test_the_rate_of_an_optimizer_of_the_script_is_not_that_of_its_warmup(tmp_pa
         optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
         warmup = transformers.get_scheduler("linear", optimizer, 2, 10)
         assert optimizer.param_groups[0]["lr"] == 0
-        args = arguments(tmp_path / "out")
+        args = arguments(tmp_path / "out", eval_strategy="no")
         Trainer(model, args, train_dataset=Sequences(16), optimizers=(optimizer, warmup)).train()
 
     assert job_of_script(main, tmp_path).schedule.base_lr == 0.5
