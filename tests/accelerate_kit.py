@@ -40,7 +40,8 @@ class Loop:
                         each.step()
                     optimizer.zero_grad()
                     self.after_step(model)
-            self.after_epoch(accelerator, model, evaluation, epoch)
+            if self.after_epoch(accelerator, model, evaluation, epoch):
+                break
 
     def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
         return torch.optim.SGD(model.parameters(), lr=0.1)
@@ -63,8 +64,9 @@ class Loop:
     def after_step(self, model: nn.Module) -> None:
         pass
 
-    def after_epoch(self, accelerator: Any, model: nn.Module, evaluation: Any, epoch: int) -> None:
-        pass
+    def after_epoch(self, accelerator: Any, model: nn.Module, evaluation: Any, epoch: int) -> bool | None:
+        """Work after an epoch, and return whether it is the last one."""
+        return None
 
 
 def job_of(loop: Callable[[], None], folder: Path, *overrides: str) -> Job:

@@ -32,8 +32,11 @@ pytestmark = [pytest.mark.timeout(600), pytest.mark.soak]
 
 def endless(name: str) -> tuple[str, ...]:
     """Return overrides with which a script trains for long."""
-    has_arguments = "launch(main)" in (FOLDER / f"{name}.py").read_text()
-    return ("config.arguments=--epochs 10000",) if has_arguments else ("plan.epochs=10000", "plan.max_steps=100000")
+    script = (FOLDER / f"{name}.py").read_text()
+    if "launch(main)" not in script:
+        return "plan.epochs=10000", "plan.max_steps=100000"
+    option = "--num_train_epochs" if "HfArgumentParser" in script else "--epochs"
+    return (f"config.arguments={option} 10000",)
 
 
 @pytest.mark.parametrize("name", NAMES)

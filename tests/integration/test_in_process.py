@@ -1,5 +1,6 @@
 """Tests of training in the calling process: it makes the bits of a worker, and debuggers work there."""
 
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -83,6 +84,16 @@ def test_an_exception_keeps_its_traceback_and_is_recorded(script: Path) -> None:
     failure = last_event(read_ledger(open_store(f"{script.parent}/runs/job")).events, FailEvent)
     assert failure is not None
     assert "of the script" in failure.error
+
+
+@pytest.mark.parametrize("name", ["accelerate_cv", "lightning_autoencoder"])
+def test_a_script_of_an_adapter_is_checked_and_then_trains_in_the_same_process(name: str, tmp_path: Path) -> None:
+    gallery = Path(__file__).parents[1] / "gallery"
+    for file in (f"{name}.py", f"{name}.yaml", "shapes.py"):
+        shutil.copy(gallery / file, tmp_path)
+    done = run_here(f"{tmp_path}/{name}.yaml", f"runs={tmp_path}/runs")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "finished:" in done.stdout
 
 
 @pytest.mark.parametrize(

@@ -46,7 +46,6 @@ ACCELERATOR: Mapping[str, str] = {
     **dict.fromkeys(("no_sync", "trigger_sync_in_backward"), "use `with accelerator.accumulate(model)`"),
     "join_uneven_inputs": "remove it; the plan shares an uneven step among the workers",
     "split_between_processes": "remove it; DataLoaders that accelerator.prepare() gets are shared among the workers",
-    **dict.fromkeys(("set_trigger", "check_trigger"), "end the training with plan.max_steps"),
     "get_tracker": "use accelerator.log(), whose values are in the ledger and on TensorBoard",
     "register_save_state_pre_hook": "use accelerator.register_for_checkpointing()",
     "register_load_state_pre_hook": "use accelerator.register_for_checkpointing()",

@@ -95,9 +95,10 @@ class Script:
         )
 
     def __call__(self, run: Run) -> None:
-        """Train on a rank, or give the dataset and the model to the driver's checks."""
-        if self._offer is not None:
-            self._offer.give(run)
+        """Give the dataset and the model to the driver's checks, or train on a rank, which may be the same process afterwards."""
+        offer, self._offer = self._offer, None
+        if offer is not None:
+            offer.give(run)
         else:
             self._run_main(Place(run, run.plan.spec.virtual_workers), run.config.arguments)
 
@@ -107,6 +108,8 @@ class Script:
         try:
             with _command_line(arguments), explained():
                 self._main()
+                for end in here.at_end:
+                    end()
         finally:
             _place = former
 
@@ -135,6 +138,8 @@ class Place:
     """Number of virtual workers of the plan, which the script sees as the number of processes."""
     given: Mapping[str, Any] = field(default_factory=dict)
     """Values of the job's YAML by dotted key, in the driver."""
+    at_end: list[Callable[[], None]] = field(default_factory=list)
+    """Functions of adapters to call when the main function has returned."""
 
     @property
     def rank(self) -> int:

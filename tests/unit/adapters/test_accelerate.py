@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import safetensors.torch
 import torch
-from accelerate_kit import ROWS, Loop, job_of, train
+from accelerate_kit import ROWS, Loop, changed, job_of, train
 from adapters_kit import job_of_script, store_of, train_group
 from alone import train_alone
 from torch import nn
@@ -23,8 +23,8 @@ from undula.data.script.loader_processes import Loader
 from undula.errors import SpecError
 from undula.plan.plan import Plan
 from undula.recovery.worker_state import Request, WorkerState
-from undula.state.events import CheckpointEvent, LogEvent
-from undula.state.ledger import events_of, read_ledger
+from undula.state.events import CheckpointEvent, EndEvent, LogEvent
+from undula.state.ledger import events_of, last_event, read_ledger
 from undula.storage import Store
 
 FOLDER = Path(__file__).parents[2] / "migration"
@@ -164,6 +164,20 @@ def test_work_after_an_epoch_is_done_once(tmp_path: Path) -> None:
     train_group(loop, job, loop.worker)  # all steps are done, but not the work after the last epoch
     assert loop.done == [(0, 3), (1, 6)]
     assert read_ledger(store_of(job)).steps["step"].to_pylist() == list(range(6))
+
+
+@pytest.mark.parametrize(("stops_after", "steps"), [(0, 3), (1, 6)])
+def test_a_script_that_leaves_the_loop_over_epochs_ends_the_run(tmp_path: Path, stops_after: int, steps: int) -> None:
+    def triggers(accelerator: Any, model: nn.Module, evaluation: Any, epoch: int) -> bool:
+        if epoch == stops_after:
+            accelerator.set_trigger()
+        return bool(accelerator.check_trigger())
+
+    ledger = train(changed("after_epoch", triggers), tmp_path)
+    assert ledger.steps["step"].to_pylist() == list(range(steps))
+    end = last_event(ledger.events, EndEvent)
+    assert end is not None
+    assert end.reason == ("the script left its loop over epochs" if stops_after == 0 else "")
 
 
 class Saving(Loop):

@@ -75,6 +75,8 @@ class Unfinished(Loop):
                     scheduler.step()
                 if self.lacks == "batches" and accelerator.sync_gradients:
                     break
+                if self.lacks == "epochs" and accelerator.sync_gradients:
+                    return
 
 
 @pytest.mark.parametrize(
@@ -83,6 +85,7 @@ class Unfinished(Loop):
         ("optimizer", "step 0 ended without optimizer.step(); call it for each batch"),
         ("scheduler", "step 0 ended without scheduler.step(); call it after optimizer.step()"),
         ("batches", "the loop over the training DataLoader ended after step 0, before the end of epoch 0"),
+        ("epochs", "the loop over the training DataLoader ended after step 0, before the end of epoch 0"),
     ],
 )
 def test_a_loop_that_is_not_complete_is_refused(tmp_path: Path, lacks: str, sentence: str) -> None:

@@ -146,6 +146,18 @@ def test_the_yaml_may_have_the_format_of_the_computation(tmp_path: Path) -> None
     assert job.precision.compute == "bf16"
 
 
+def test_the_rate_of_an_optimizer_of_the_script_is_not_that_of_its_warmup(tmp_path: Path) -> None:
+    def main() -> None:
+        model = tiny_gpt()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+        warmup = transformers.get_scheduler("linear", optimizer, 2, 10)
+        assert optimizer.param_groups[0]["lr"] == 0
+        args = arguments(tmp_path / "out", eval_strategy="no")
+        Trainer(model, args, train_dataset=Sequences(16), optimizers=(optimizer, warmup)).train()
+
+    assert job_of_script(main, tmp_path).schedule.base_lr == 0.5
+
+
 def test_an_evaluation_dataset_without_a_length_is_refused_before_a_worker_starts(tmp_path: Path) -> None:
     def main() -> None:
         args = arguments(tmp_path / "out")

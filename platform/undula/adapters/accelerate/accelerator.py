@@ -3,6 +3,7 @@
 import itertools
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -165,6 +166,8 @@ class Accelerator(Processes):
         A group of workers that continues begins with the epoch in which the last one has ended, at its next step. If that group ended after
         the last step of an epoch, but before the script asked for the next epoch, its work after the training is repeated.
 
+        The script may leave the loop after the last step of an epoch, on all ranks. The run ends then as soon as the main function returns.
+
         Raises:
             UsageError: The script has not prepared all that the run needs, or the run cannot use it.
         """
@@ -204,7 +207,7 @@ class Accelerator(Processes):
     def _epochs(
         self, run: Run, training: TrainingLoader, model: nn.Module, optimizer: PreparedOptimizer
     ) -> Iterator[int]:
-        scheduler = self._scheduler
+        scheduler, at_end = self._scheduler, place().at_end
         run.optimizer(optimizer.optimizer, scheduler.of_run() if scheduler else None)
         run.state("accelerate", lambda: [registered.state_dict() for registered in self._registered], self._restore)
         steps = Steps(run, model, self.gradient_accumulation_steps > 1, scheduler is not None)
@@ -213,7 +216,11 @@ class Accelerator(Processes):
             scheduler.steps = steps
         for epoch in steps.epochs(self._is_unfinished):
             training.batches = lambda epoch=epoch: steps.of_epoch(epoch)
-            yield epoch
+            try:
+                yield epoch
+            except GeneratorExit:  # the script has left the loop; after an exception, its main function does not return
+                at_end.append(partial(steps.stop, epoch))
+                raise
             steps.require_end_of(epoch)
         training.batches = None
         steps.end()

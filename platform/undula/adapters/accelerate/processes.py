@@ -38,6 +38,7 @@ class Processes:
         self._steps: Steps | None = None
         self._evaluations: list[EvaluationLoader] = []
         """DataLoaders that are being iterated over."""
+        self._is_triggered = False
 
     @property
     def is_main_process(self) -> bool:
@@ -115,6 +116,16 @@ class Processes:
         if self._steps and self._steps.step:
             self._run_between_steps("accelerator.wait_for_everyone()")
         self._run.gather(None)
+
+    def set_trigger(self) -> None:
+        """Let the next `check_trigger` return true on all ranks."""
+        self._is_triggered = True
+
+    def check_trigger(self) -> bool:
+        """Return whether any rank has called `set_trigger` since the last check. All ranks call this between two steps."""
+        flags = self._run_between_steps("accelerator.check_trigger()").gather(self._is_triggered)
+        self._is_triggered = False
+        return any(flags)
 
     @contextmanager
     def main_process_first(self) -> Iterator[None]:

@@ -70,7 +70,7 @@ class Steps:
         if self.done < self._end_of(epoch):
             raise UsageError(
                 f"the loop over the training DataLoader ended after step {self.done - 1}, before the end of epoch {epoch}; iterate over it "
-                "once in each epoch, to its end, and set plan.max_steps for a shorter training"
+                "once in each epoch, to its end, and set plan.max_steps, or leave the loop over epochs, for a shorter training"
             )
         self._log_late()
 
@@ -100,6 +100,17 @@ class Steps:
                     "that counts steps and not epochs"
                 )
             self._log_late()
+
+    def stop(self, epoch: int) -> None:
+        """End the run after an epoch, because the script has left its loop over epochs.
+
+        Raises:
+            UsageError: The epoch has not ended.
+        """
+        self.require_end_of(epoch)
+        if self.done < self._plan.total_steps:
+            self._run.stop("the script left its loop over epochs")
+        self.end()
 
     def end(self) -> None:
         """End the run after its last epoch."""

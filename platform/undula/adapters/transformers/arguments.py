@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import MISSING, Field, fields
 from typing import Any
 
+from torch.optim import Optimizer
 from transformers import TrainingArguments
 
 from undula.adapters.refusals import TRAINING_ARGUMENTS, TRAINING_VALUES
@@ -18,14 +19,16 @@ _OWN_DEFAULTS: Mapping[str, Any] = {"report_to": ["none", [], None, "none"], "to
 """Values that TrainingArguments itself gives to an argument whose default it replaces."""
 
 
-def job_settings(args: TrainingArguments, num_samples: int, virtual_workers: int, base_lr: float) -> dict[str, Setting]:
+def job_settings(
+    args: TrainingArguments, num_samples: int, virtual_workers: int, optimizer: Optimizer | None
+) -> dict[str, Setting]:
     """Return the settings of a job that trains as the arguments say, by dotted key.
 
     Args:
         args: Arguments of the trainer.
         num_samples: Number of samples of the training data.
         virtual_workers: Number of virtual workers, which stand for the processes of torchrun.
-        base_lr: Learning rate of the optimizer.
+        optimizer: Optimizer that the script has made itself.
 
     Raises:
         SpecError: The data have too few samples.
@@ -50,7 +53,7 @@ def job_settings(args: TrainingArguments, num_samples: int, virtual_workers: int
             "train_sampling_strategy",
         ),
         "plan.last_step": ("drop" if args.dataloader_drop_last else "short", "dataloader_drop_last"),
-        "schedule.base_lr": (base_lr, "learning_rate"),
+        "schedule.base_lr": (args.learning_rate, "learning_rate"),
         "gradient.max_norm": (args.max_grad_norm or None, "max_grad_norm"),
         "compile": (bool(args.torch_compile), "torch_compile"),
         # Without either, the YAML may have it, so that a driver without a GPU can check the job.
@@ -62,6 +65,10 @@ def job_settings(args: TrainingArguments, num_samples: int, virtual_workers: int
     for key, (value, argument) in values.items():
         name = "max_steps" if key == "plan.max_steps" else argument  # without it, it follows from the epochs
         settings[key] = Setting(value, f"TrainingArguments.{argument}", f"TrainingArguments.{name} (--{name})")
+    if optimizer:
+        group = optimizer.param_groups[0]
+        rate = group.get("initial_lr", group["lr"])  # a scheduler has set the rate of its first step
+        settings["schedule.base_lr"] = Setting(rate, "the optimizer of the script")
     return settings
 
 

@@ -151,9 +151,8 @@ class ElasticMixin(_Base):  # type: ignore[misc]
             return
         if self.train_dataset is None:
             raise SpecError("the Trainer has no train_dataset, but a job trains; give it one")
-        base_lr = self.optimizer.param_groups[0]["lr"] if self.optimizer else self.args.learning_rate
         size = len(self.train_dataset)
-        raise Offer(job_settings(self.args, size, here.virtual_workers, base_lr) if size else {}, self._give)
+        raise Offer(job_settings(self.args, size, here.virtual_workers, self.optimizer) if size else {}, self._give)
 
     def _give(self, run: Run) -> None:
         """Give the dataset and the model to a run."""
