@@ -1,7 +1,7 @@
 """Parts of Hugging Face's libraries as the Trainer uses them: the state of the process, datasets, callbacks and results of batches."""
 
 from collections.abc import Mapping, Sequence
-from functools import reduce
+from functools import partial, reduce
 from pathlib import Path
 from typing import Any
 
@@ -55,7 +55,7 @@ def refuse_overrides(kind: type, mixin: type) -> None:
     Raises:
         UsageError: It has one.
     """
-    for method in TRAINER_METHODS:
+    for method in filter(partial(hasattr, transformers.Trainer), TRAINER_METHODS):
         owner = next(base for base in kind.__mro__ if base is not mixin and method in vars(base))
         if owner is not transformers.Trainer:
             raise refused_override(owner, method, TRAINER_METHODS)
