@@ -5,7 +5,7 @@ RUN ?= language-model-$(shell date +%Y%m%d-%H%M%S)
 DATA ?= $(HOME)/undula/data/stdlib-text
 
 .DEFAULT_GOAL := help
-.PHONY: help horovod setup train test test-gpu check format bench bench-data bench-start bench-elastic bench-study soak gallery clean
+.PHONY: help horovod setup train test test-gpu check format bench bench-data bench-start bench-elastic bench-study soak gallery versions clean
 
 help:  ## This list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 12
@@ -71,5 +71,8 @@ soak: .venv/ready-with-horovod  ## Longer tests, about two hours: more random fa
 gallery: .venv/ready-to-test  ## Scripts in the manner of other libraries, as they were and as they are, under faults; a part of the soak
 	$(BIN)/pytest -m soak tests/chaos/test_gallery.py
 
+versions: .venv/ready-to-test  ## The adapters' tests and the main job with the oldest and newest versions of each library; a part of the soak
+	$(BIN)/pytest -m soak tests/integration/test_versions.py
+
 clean:  ## Remove what make made here
-	rm -rf .venv build .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf .venv .venv-versions build .mypy_cache .ruff_cache .pytest_cache .hypothesis

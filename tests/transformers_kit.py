@@ -1,6 +1,7 @@
 """Scripts with Hugging Face's Trainer, and groups of workers that end while they train."""
 
 from collections.abc import Callable
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +9,8 @@ from adapters_kit import train_group
 from numbers_job import cpu_run
 from tiny_lm import Sequences, tiny_gpt
 from torch import nn
-from transformers import TrainerCallback, TrainingArguments
+from torch.utils.data import SequentialSampler
+from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from undula.adapters.script import Script
 from undula.recovery.worker_state import Request, WorkerState
@@ -16,6 +18,9 @@ from undula.train.job import Job
 
 Calls = list[tuple[str, int, float | None]]
 STEPS = 50
+HAS_STRATEGY = "train_sampling_strategy" in {field.name for field in fields(TrainingArguments)}
+"""Whether a script can ask for the order of the dataset; otherwise the YAML does it."""
+IN_ORDER = () if HAS_STRATEGY else ("plan.shuffle=none",)
 EVENTS = [name for name in dir(TrainerCallback) if name.startswith("on_")]
 
 
@@ -38,6 +43,13 @@ for _name in EVENTS:
     setattr(Watch, _name, _recorded(_name))
 
 
+class Theirs(Trainer):  # type: ignore[misc]
+    """Hugging Face's Trainer, which takes the samples in the order of the dataset."""
+
+    def _get_train_sampler(self, *_: Any) -> SequentialSampler:
+        return SequentialSampler(self.train_dataset)
+
+
 def arguments(folder: Path, **more: Any) -> TrainingArguments:
     given = {
         "output_dir": str(folder),
@@ -47,12 +59,13 @@ def arguments(folder: Path, **more: Any) -> TrainingArguments:
         "learning_rate": 1e-2,
         "lr_scheduler_type": "cosine",
         "warmup_steps": 5,
-        "train_sampling_strategy": "sequential",
+        **({"train_sampling_strategy": "sequential"} if HAS_STRATEGY else {}),
         "logging_steps": 1,
         "eval_strategy": "steps",
         "eval_steps": 20,
         "save_steps": 25,
         "per_device_eval_batch_size": 5,
+        "report_to": "none",
         "disable_tqdm": True,
         "use_cpu": True,
     }

@@ -14,11 +14,13 @@
     └── UsageError         a script uses the API wrongly or asks for something that no engine supports; the job ends at once
 
 Each message is one sentence for the user: the place (file, key or URL), the problem, and the fix.
-The module also holds the settings with which every spec refuses what it does not know.
+The module also holds the settings with which every spec refuses what it does not know, and the versions of other libraries that are not
+refused.
 """
 
+import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, ClassVar
 
@@ -30,6 +32,17 @@ FAILED, WRONG_INPUT, NO_CLUSTER, CONNECTION_LOST, INTERRUPTED, TERMINATED = 1, 2
 connection is lost while the job may train on, Ctrl-C, and SIGTERM. docs/jobs.md lists them for users."""
 STRICT: "ConfigDict" = {"extra": "forbid", "allow_inf_nan": False, "use_attribute_docstrings": True}
 """pydantic's settings for every spec: unknown keys and numbers that are not finite are refused."""
+
+TESTED: Mapping[str, tuple[str, str]] = {
+    "transformers": ("4.57", "5.24"),
+    "accelerate": ("1.6", "1.15"),
+    "pytorch-lightning": ("2.5", "2.6"),
+    "lightning": ("2.5", "2.6"),
+    "ray": ("2.58", "2.60"),
+}
+"""Oldest and newest minor version of each library whose private names Undula uses. `make versions` tests both."""
+_COMPROMISED = {(library, version) for library in ("pytorch-lightning", "lightning") for version in ("2.6.2", "2.6.3")}
+"""Versions that an attacker has published."""
 
 
 class UndulaError(Exception):
@@ -108,6 +121,35 @@ def needs_extra(name: str) -> Iterator[None]:
     except ModuleNotFoundError as error:
         module = str(error.name).split(".")[0]
         raise SpecError(f"{module} is not installed; run pip install 'undula[{name}]'") from error
+
+
+def require_tested(*libraries: str) -> None:
+    """Check the versions of those libraries that are installed, without importing them.
+
+    Raises:
+        SpecError: One of them has a version with which Undula is not tested.
+    """
+    from importlib.metadata import PackageNotFoundError, version  # which takes as long to import as a command to start
+
+    for library in libraries:
+        try:
+            installed = version(library)
+        except PackageNotFoundError:
+            continue
+        oldest, newest = TESTED[library]
+        fix = f"run pip install '{library}=={newest}.*'"
+        if (library, installed) in _COMPROMISED:
+            raise SpecError(
+                f"{library} {installed} is installed, which an attacker has published; remove it, and {fix}"
+            )
+        if not _minor(oldest) <= _minor(installed) <= _minor(newest):
+            raise SpecError(
+                f"{library} {installed} is installed, but Undula is tested with {oldest} to {newest}; {fix}"
+            )
+
+
+def _minor(version: str) -> tuple[int, ...]:
+    return tuple(int(number) for number in re.findall(r"\d+", version)[:2])
 
 
 @contextmanager

@@ -57,8 +57,10 @@ ACCELERATOR: Mapping[str, str] = {
 """Methods and attributes of Accelerate's Accelerator."""
 TRAINING_ARGUMENTS: Mapping[str, str] = {
     **dict.fromkeys(("deepspeed", "fsdp", "fsdp_config", "parallelism_config"), _SHARDED),
+    **dict.fromkeys(("fsdp_min_num_params", "fsdp_transformer_layer_cls_to_wrap"), _SHARDED),
     "accelerator_config": "remove it, because Undula's plan decides the batches",
-    "auto_find_batch_size": "set per_device_train_batch_size",
+    "group_by_length": "remove it, because a run decides the samples of a batch",
+    **dict.fromkeys(("auto_find_batch_size", "per_gpu_train_batch_size"), "set per_device_train_batch_size"),
     "resume_from_checkpoint": "submit the job again under its name, and it continues by itself",
     "ignore_data_skip": "remove it: a resumed run continues with the next sample, without reading the earlier ones",
     "restore_callback_states_from_checkpoint": "remove it: the state of callbacks is part of the run's",
@@ -68,25 +70,33 @@ TRAINING_ARGUMENTS: Mapping[str, str] = {
     "report_to": "set 'none'; `undula show`, TensorBoard and Prometheus have the run (docs/trackers.md)",
     **dict.fromkeys(("push_to_hub", "hub_token", "hub_private_repo", "hub_model_id", "hub_strategy"), _HUB),
     **dict.fromkeys(("hub_always_push", "hub_revision"), _HUB),
+    **dict.fromkeys(("push_to_hub_model_id", "push_to_hub_organization", "push_to_hub_token"), _HUB),
     **dict.fromkeys(("trackio_space_id", "trackio_bucket_id", "trackio_static_space_id"), "remove it"),
     "bf16_full_eval": "set bf16, which evaluations use as well",
     "fp16_full_eval": "set fp16, which evaluations use as well",
-    **dict.fromkeys(("torch_compile_backend", "torch_compile_mode"), "set torch_compile=True alone"),
-    **dict.fromkeys(("include_num_input_tokens_seen", "eval_use_gather_object"), "remove it"),
+    **dict.fromkeys(("torch_compile_backend", "torch_compile_mode", "torchdynamo"), "set torch_compile=True alone"),
+    **dict.fromkeys(
+        ("include_num_input_tokens_seen", "include_tokens_per_second", "eval_use_gather_object"), "remove it"
+    ),
+    **dict.fromkeys(
+        ("jit_mode_eval", "mp_parameters", "past_index", "ray_scope", "use_legacy_prediction_loop"), "remove it"
+    ),
+    **dict.fromkeys(("tpu_metrics_debug", "tpu_num_cores"), "remove it"),
     "batch_eval_metrics": "remove it, and let compute_metrics get all predictions at once",
     **dict.fromkeys(("ddp_bucket_cap_mb", "ddp_broadcast_buffers", "ddp_static_graph"), _REDUCES),
     **dict.fromkeys(
         ("dataloader_prefetch_factor", "dataloader_multiprocessing_context", "dataloader_in_order"), _LOADER
     ),
 }
-"""TrainingArguments of Hugging Face, unless they have their default values."""
+"""TrainingArguments of Hugging Face, of any supported version, unless they have their default values."""
 TRAINING_VALUES: Mapping[str, tuple[tuple[str, str], ...]] = {
+    **dict.fromkeys(("fp16_backend", "half_precision_backend"), (("apex", "remove it"),)),
     "lr_scheduler_type": (("reduce_lr_on_plateau|greedy", "use a schedule that depends on the step only"),),
     "optim": (
         ("(ada)?lomo", "use an optimizer that does not update in the backward pass"),
         ("schedule_free.*|.*layerwise", "use another optimizer"),
     ),
-    "train_sampling_strategy": (("group_by_length|balanced", "set 'random' or 'sequential'"),),
+    "train_sampling_strategy": (("(?!(random|sequential)$).+", "set 'random' or 'sequential'"),),
 }
 """Values of TrainingArguments that are otherwise honoured, as regular expressions."""
 TRAINER_METHODS: Mapping[str, str] = {
@@ -152,6 +162,9 @@ _OF_LIBRARIES: Mapping[str, str] = {
     "precision.compute: bf16 in the job's YAML, which the driver does not need a GPU for",
     "--tf32 requires": "TrainingArguments.tf32 is refused on this machine, whose GPU cannot do it; leave it out, and call "
     "torch.set_float32_matmul_precision('high') in the main function",
+    "train_dataset does not implement __len__": "train_dataset= of the Trainer is an IterableDataset, or another dataset without a length, "
+    "whose samples have no index; write the samples as Parquet with `undula data convert` and use undula.main, or pass a view of them with "
+    "__len__ and __getitem__",
 }
 """What to say of an error of another library, by a part of its text."""
 

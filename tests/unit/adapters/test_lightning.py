@@ -18,8 +18,9 @@ from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader, TensorDataset
 
 from undula.adapters.lightning import Trainer, fit
+from undula.adapters.lightning.trainer import WITHOUT_EFFECT
 from undula.adapters.refusals import LIGHTNING_TRAINER
-from undula.errors import SpecError
+from undula.errors import SpecError, UsageError
 from undula.state.events import EndEvent, ValidationEvent
 from undula.state.ledger import events_of, last_event, read_ledger
 from undula.testing import conformance
@@ -183,17 +184,23 @@ def test_validations_are_as_often_as_in_lightning(tmp_path: Path, arguments: dic
     assert job.validation.every_steps == steps
 
 
-WITHOUT_EFFECT = """
-    accelerator devices num_nodes use_distributed_sampler benchmark inference_mode enable_checkpointing enable_progress_bar
-    enable_model_summary enable_autolog_hparams num_sanity_val_steps log_every_n_steps limit_test_batches limit_predict_batches
-    default_root_dir model_registry"""
-"""Arguments of Lightning's Trainer whose effect a run has, or does not need, whatever their value is."""
-
-
 def test_every_argument_of_lightnings_trainer_is_known_and_has_one_treatment() -> None:
     """An update of Lightning that adds one must decide what a run does with it."""
-    own = [name for name in signature(Trainer).parameters if name != "others"]
-    assert sorted([*own, *WITHOUT_EFFECT.split(), *LIGHTNING_TRAINER]) == sorted(signature(pl.Trainer).parameters)
+    own = {name for name in signature(Trainer).parameters if name != "others"}
+    treatments = (own, WITHOUT_EFFECT, LIGHTNING_TRAINER.keys())
+    assert sum(map(len, treatments)) == len(set().union(*treatments))
+    assert signature(pl.Trainer).parameters.keys() - set().union(*treatments) == set()
+
+
+def test_an_argument_of_lightnings_trainer_that_undula_does_not_know_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("undula.adapters.lightning.trainer.WITHOUT_EFFECT", WITHOUT_EFFECT - {"benchmark"})
+    Trainer(benchmark=None)
+    with pytest.raises(
+        UsageError, match=r"^Trainer does not take benchmark=; remove it, because Undula does not know it$"
+    ):
+        Trainer(benchmark=True)
 
 
 class Mixed(Tiny):

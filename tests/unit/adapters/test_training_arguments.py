@@ -10,43 +10,34 @@ import torch
 import transformers
 from adapters_kit import job_of_script, train_here
 from tiny_lm import Sequences, tiny_gpt
-from transformers import Seq2SeqTrainingArguments, TrainingArguments, training_args
-from transformers_kit import Trained, arguments
+from transformers import Seq2SeqTrainingArguments, TrainerCallback, TrainingArguments, training_args
+from transformers_kit import Theirs, Trained, arguments
 
 from undula.adapters import script
 from undula.adapters.refusals import TRAINING_ARGUMENTS
 from undula.adapters.transformers import ElasticMixin, Trainer, launch, trainer
 from undula.adapters.transformers import TrainingArguments as PlannedTrainingArguments
-from undula.adapters.transformers.arguments import refuse_unsupported
+from undula.adapters.transformers.arguments import KNOWN, refuse_unsupported
 from undula.adapters.transformers.library import joined
 from undula.errors import SpecError, UsageError
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-BECOMES_A_SETTING = """
-    per_device_train_batch_size gradient_accumulation_steps num_train_epochs max_steps learning_rate seed data_seed train_sampling_strategy
-    dataloader_drop_last max_grad_norm bf16 fp16 torch_compile full_determinism"""
-HONOURED = """
-    output_dir lr_scheduler_type lr_scheduler_kwargs warmup_steps optim optim_args weight_decay adam_beta1 adam_beta2 adam_epsilon
-    optim_target_modules average_tokens_across_devices label_smoothing_factor neftune_noise_alpha activation_checkpointing
-    activation_checkpointing_kwargs gradient_checkpointing gradient_checkpointing_kwargs use_cache use_liger_kernel liger_kernel_config
-    tf32 torch_empty_cache_steps logging_strategy logging_steps logging_first_step logging_nan_inf_filter log_on_each_node log_level
-    log_level_replica disable_tqdm debug skip_memory_metrics run_name eval_strategy eval_steps eval_delay eval_on_start
-    per_device_eval_batch_size prediction_loss_only eval_do_concat_batches eval_accumulation_steps include_for_metrics save_strategy
-    save_steps save_total_limit metric_for_best_model greater_is_better dataloader_num_workers remove_unused_columns label_names
-    length_column_name do_train do_eval do_predict"""
-"""Arguments that Hugging Face's own code honours under the loop of a run."""
-WITHOUT_EFFECT = """
-    use_cpu local_rank save_only_model dataloader_pin_memory dataloader_persistent_workers ddp_find_unused_parameters ddp_backend
-    ddp_timeout project"""
-"""Arguments whose effect a run has, or does not need, whatever their value is."""
-
-
 def test_every_argument_is_known_and_has_one_treatment() -> None:
     """An update of transformers that adds one must decide what a run does with it."""
-    accepted = f"{BECOMES_A_SETTING} {HONOURED} {WITHOUT_EFFECT}".split()
-    assert sorted([*accepted, *TRAINING_ARGUMENTS]) == sorted(field.name for field in fields(TrainingArguments))
+    assert not KNOWN & TRAINING_ARGUMENTS.keys()
+    assert {
+        field.name for field in fields(TrainingArguments) if field.init
+    } - KNOWN - TRAINING_ARGUMENTS.keys() == set()
+
+
+def test_an_argument_that_undula_does_not_know_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("undula.adapters.transformers.arguments.KNOWN", KNOWN - {"adam_beta1"})
+    refuse_unsupported(TrainingArguments(str(tmp_path), report_to="none"), 1)
+    sentence = "^TrainingArguments.adam_beta1 is 0.5, which a run does not support; remove it, because Undula does not know this argument"
+    with pytest.raises(SpecError, match=sentence):
+        refuse_unsupported(TrainingArguments(str(tmp_path), report_to="none", adam_beta1=0.5), 1)
 
 
 def objects(images: int) -> list[dict[str, torch.Tensor]]:
@@ -63,7 +54,7 @@ def test_only_the_repeated_loss_of_a_small_batch_is_cut() -> None:
 
 
 def test_arguments_of_a_derived_class_are_the_scripts(tmp_path: Path) -> None:
-    refuse_unsupported(Seq2SeqTrainingArguments(output_dir=str(tmp_path), predict_with_generate=True), 1)
+    refuse_unsupported(Seq2SeqTrainingArguments(str(tmp_path), report_to="none", predict_with_generate=True), 1)
 
 
 SCALED = """
@@ -156,6 +147,55 @@ def test_the_rate_of_an_optimizer_of_the_script_is_not_that_of_its_warmup(tmp_pa
         Trainer(model, args, train_dataset=Sequences(16), optimizers=(optimizer, warmup)).train()
 
     assert job_of_script(main, tmp_path).schedule.base_lr == 0.5
+
+
+def test_the_format_and_the_compilation_are_those_of_the_run_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("ACCELERATE_DYNAMO_BACKEND", "ACCELERATE_MIXED_PRECISION"):
+        monkeypatch.setenv(name, "no")  # TrainingArguments set it for all that follows
+    asked = arguments(
+        tmp_path / "out", max_steps=3, eval_strategy="no", save_strategy="no", bf16=True, torch_compile=True
+    )
+    found = []
+
+    def main() -> None:
+        made = Trainer(model=tiny_gpt(), args=asked, train_dataset=Sequences(24))
+        found.append((made.accelerator.mixed_precision, made.accelerator.state.dynamo_plugin.backend.value))
+        made.train()
+
+    job = job_of_script(main, tmp_path)
+    assert (job.precision.compute, job.compile) == ("bf16", True)
+    assert found == [("no", "NO")]
+
+
+class Watched(TrainerCallback):  # type: ignore[misc]
+    """Callback that looks at the model in a step."""
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
+        self.is_checkpointing = model.is_gradient_checkpointing
+        self.hooks_in_training = len(model.get_input_embeddings()._forward_hooks)
+
+    def on_train_end(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
+        self.model = model
+
+
+@pytest.mark.parametrize("kind", [Theirs, Trainer])
+def test_what_surrounds_their_loop_surrounds_that_of_a_run(tmp_path: Path, kind: type) -> None:
+    """The first model is the best one here, and the only one that is kept."""
+    more = {
+        "gradient_checkpointing": True,
+        "neftune_noise_alpha": 1.0,
+        "save_total_limit": 1,
+        "metric_for_best_model": "loss",
+    }
+    args = arguments(tmp_path / "out", max_steps=6, save_steps=2, eval_steps=2, learning_rate=10.0, **more)
+    script = Trained(kind, args, callbacks=[Watched()])
+    script() if kind is Theirs else train_here(script, tmp_path)
+    (watched,) = script.more["callbacks"]
+    assert watched.is_checkpointing
+    assert watched.hooks_in_training - len(watched.model.get_input_embeddings()._forward_hooks) == 1
+    assert [folder.name for folder in (tmp_path / "out").glob("checkpoint-*")] == ["checkpoint-2"]
 
 
 def test_an_evaluation_dataset_without_a_length_is_refused_before_a_worker_starts(tmp_path: Path) -> None:

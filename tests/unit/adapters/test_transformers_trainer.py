@@ -19,7 +19,7 @@ from tiny_lm import Sequences, tiny_gpt
 from torch import nn
 from torch.utils.data import IterableDataset
 from transformers import AutoModelForCausalLM, EarlyStoppingCallback
-from transformers_kit import Trained, arguments, train_rank
+from transformers_kit import HAS_STRATEGY, IN_ORDER, Theirs, Trained, arguments, train_rank
 
 from undula.adapters import script
 from undula.adapters.transformers import ElasticMixin, Trainer
@@ -46,9 +46,14 @@ class Weighted(ElasticMixin, transformers.Trainer):  # type: ignore[misc]
         return (loss, outputs) if return_outputs else loss
 
 
-class TheirWeighted(transformers.Trainer):  # type: ignore[misc]
+class TheirWeighted(Theirs):
     loss_is_scaled_for_ga = False
     compute_loss = Weighted.compute_loss
+
+    def __init__(self, *arguments: Any, **more: Any):
+        super().__init__(*arguments, **more)
+        if not hasattr(transformers.Trainer, "loss_is_scaled_for_ga"):
+            self.model_accepts_loss_kwargs = False  # which these versions look at instead
 
 
 def lora() -> nn.Module:
@@ -57,7 +62,7 @@ def lora() -> nn.Module:
     return get_peft_model(tiny_gpt(), config)  # type: ignore[no-any-return]
 
 
-PLAIN = (transformers.Trainer, Trainer)
+PLAIN = (Theirs, Trainer)
 EPOCHS = {"max_steps": -1, "num_train_epochs": 2.5, "eval_strategy": "epoch", "logging_steps": 3, "eval_on_start": True}
 
 
@@ -78,7 +83,7 @@ def test_the_run_is_that_of_their_own_loop(
     theirs = Trained(kinds[0], arguments(tmp_path / "theirs", **more), model)
     theirs()
     ours = Trained(kinds[1], arguments(tmp_path / "ours", **more), model)
-    train_here(ours, tmp_path)
+    train_here(ours, tmp_path, *IN_ORDER)
     assert ours.watch.calls == theirs.watch.calls
     assert len(ours.logs) == len(theirs.logs)
     for our, their in zip(ours.logs, theirs.logs, strict=True):
@@ -208,6 +213,13 @@ def not_supported(argument: str, value: str) -> str:
     return f"TrainingArguments.{argument} is {value}, which a run does not support; "
 
 
+BY_LENGTH = (
+    (Sequences(9), {"train_sampling_strategy": "batch_rebalance"}, not_supported("train_sampling_strategy", "'batch_rebalance'"))
+    if HAS_STRATEGY
+    else (Sequences(9), {"group_by_length": True}, not_supported("group_by_length", "True"))
+)  # fmt: skip
+
+
 @pytest.mark.parametrize(
     ("dataset", "more", "sentence"),
     [
@@ -215,8 +227,8 @@ def not_supported(argument: str, value: str) -> str:
         (Endless(), {"max_steps": -1}, "train_dataset= of the Trainer is an IterableDataset"),
         ({"train": Sequences(9)}, {}, "train_dataset= of the Trainer is a mapping with the keys 'train'; pass one of"),
         (Sequences(3), {"per_device_train_batch_size": 8, "dataloader_drop_last": True}, "a step takes 16 samples"),
-        (Sequences(9), {"fsdp": True}, not_supported("fsdp", "True") + "shard"),
-        (Sequences(9), {"train_sampling_strategy": "balanced"}, not_supported("train_sampling_strategy", "'balanced'") + "set"),
+        (Sequences(9), {"fsdp": True}, "TrainingArguments.fsdp is "),
+        BY_LENGTH,
         (Sequences(9), {"optim": "adalomo"}, not_supported("optim", "'adalomo'") + "use an optimizer that does"),
         (Sequences(9), {"optim": "schedule_free_adamw"}, not_supported("optim", "'schedule_free_adamw'") + "use another"),
         (Sequences(9), {"data_seed": 3}, "TrainingArguments.data_seed is 3 and seed is 42, but a run has one seed"),
@@ -225,8 +237,10 @@ def not_supported(argument: str, value: str) -> str:
     ],
 )  # fmt: skip
 def test_what_a_run_cannot_honour_is_refused_before_a_worker_starts(
-    tmp_path: Path, dataset: Any, more: dict[str, Any], sentence: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dataset: Any, more: dict[str, Any], sentence: str
 ) -> None:
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "false")  # older versions of transformers set it for all that follows
+
     def main() -> None:
         args = arguments(tmp_path / "out", **{"eval_strategy": "no", **more})
         Trainer(model=tiny_gpt(), args=args, train_dataset=dataset).train()
@@ -250,7 +264,7 @@ def test_a_value_of_the_yaml_that_the_arguments_contradict_is_refused(tmp_path: 
 
 def test_a_trainer_outside_of_a_run_says_how_to_launch_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
-        Trainer(model=tiny_gpt(), args=arguments(tmp_path))
+        Trainer(model=tiny_gpt(), args=arguments(tmp_path, eval_strategy="no"))
     assert caught.value.code == UsageError.status
     assert capsys.readouterr().err == (
         "undula: the script trains without a run; end it with launch(main) in place of main(), and start it with `undula run JOB.yaml`\n"
@@ -259,7 +273,7 @@ def test_a_trainer_outside_of_a_run_says_how_to_launch_it(tmp_path: Path, capsys
 
 def test_a_trainer_in_the_train_function_of_another_script_is_an_error_of_the_run(tmp_path: Path) -> None:
     with local_world(torch.device("cpu")), pytest.raises(UsageError, match=r"end it with launch\(main\)"):
-        Trainer(model=tiny_gpt(), args=arguments(tmp_path))
+        Trainer(model=tiny_gpt(), args=arguments(tmp_path, eval_strategy="no"))
 
 
 def test_a_started_script_that_does_not_launch_ends_with_what_to_do(

@@ -7,8 +7,12 @@ for epoch in accelerator.epochs(num_epochs):                    # in place of ra
 launch(main)                                                    # in place of main()
 """
 
-from undula.adapters.accelerate.accelerator import Accelerator
-from undula.adapters.script import expect_launch, launch
+from undula.errors import one_sentence, require_tested
+
+with one_sentence():
+    require_tested("accelerate")
+    from undula.adapters.accelerate.accelerator import Accelerator
+    from undula.adapters.script import expect_launch, launch
 
 expect_launch()
 __all__ = ["Accelerator", "launch"]

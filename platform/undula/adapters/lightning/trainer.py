@@ -32,6 +32,26 @@ PRECISIONS: Mapping[object, Compute] = {
     16: "fp16",
 }
 """Values of `precision.compute` by those of `precision`."""
+WITHOUT_EFFECT = {
+    *(
+        "accelerator",
+        "devices",
+        "num_nodes",
+        "use_distributed_sampler",
+        "benchmark",
+        "inference_mode",
+        "enable_checkpointing",
+    ),
+    *(
+        "enable_progress_bar",
+        "enable_model_summary",
+        "enable_autolog_hparams",
+        "num_sanity_val_steps",
+        "log_every_n_steps",
+    ),
+    *("limit_test_batches", "limit_predict_batches", "default_root_dir", "model_registry"),
+}
+"""Arguments of Lightning's Trainer whose effect a run has, or does not need, whatever their value is."""
 MOST_EPOCHS = 1000
 """Number of epochs of Lightning's Trainer if the script limits neither epochs nor steps."""
 
@@ -73,7 +93,8 @@ class Trainer:
         defaults = {name: parameter.default for name, parameter in known.items()}
         if isinstance(others.get("logger"), bool):
             del others["logger"]
-        refuse_arguments("Trainer", others, defaults, LIGHTNING_TRAINER)
+        unknown = dict.fromkeys(defaults.keys() - WITHOUT_EFFECT, "remove it, because Undula does not know it")
+        refuse_arguments("Trainer", others, defaults, {**unknown, **LIGHTNING_TRAINER})
         if precision not in (None, *PRECISIONS):
             raise UsageError(
                 f"Trainer got precision={precision!r}; set it to one of {', '.join(map(repr, PRECISIONS))}"

@@ -5,10 +5,11 @@ from undula.adapters.transformers import Trainer, launch        # in place of tr
 launch(main)                                                    # in place of main()
 """
 
-from undula.adapters.script import expect_launch, launch
-from undula.errors import needs_extra, one_sentence
+from undula.errors import needs_extra, one_sentence, require_tested
 
 with one_sentence(), needs_extra("transformers"):
+    require_tested("transformers", "accelerate")
+    from undula.adapters.script import expect_launch, launch
     from undula.adapters.transformers.trainer import ElasticMixin, Trainer
     from undula.adapters.transformers.world_size import PlannedArguments, Seq2SeqTrainingArguments, TrainingArguments
 

@@ -2,17 +2,21 @@
 
 The computation of losses, collation, callbacks, evaluation, logging, saving and schedules is Hugging Face's own code. The run decides the
 samples of each step, reduces and clips the gradient, commits the step, and holds the state. To this end, methods are overridden that are
-private in transformers (trainer.py of the version that the extra `transformers` names).
+private in transformers (trainer.py of the versions that the extra `transformers` names). Parts that some of these versions lack are in
+older.py.
 """
 
+import inspect
 import json
 import math
+import os
 import time
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 import transformers
+from accelerate.utils import TorchDynamoPlugin
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 from transformers.trainer_utils import TrainOutput
@@ -22,6 +26,7 @@ from undula.adapters.script import Offer, place
 from undula.adapters.transformers.arguments import job_settings, refuse_unsupported
 from undula.adapters.transformers.library import (
     PlannedBatches,
+    check_datasets,
     exported_state,
     is_of_datasets,
     joined,
@@ -29,7 +34,7 @@ from undula.adapters.transformers.library import (
     refuse_overrides,
     shared_folder,
 )
-from undula.data.script.dataset import check_indexed
+from undula.adapters.transformers.older import OlderLoop
 from undula.data.script.loader_processes import Loader
 from undula.errors import SpecError, UsageError
 from undula.parallel.random_state import kept_random_state
@@ -50,7 +55,10 @@ MEASURED = ("_runtime", "_per_second", "_model_preparation_time")
 """Ends of the names of metrics that are durations, which differ from rank to rank."""
 
 
-_Base: Any = object  # so that a type checker does not look for what Hugging Face's classes have
+HAS_PARTS = hasattr(transformers.Trainer, "_finalize_training")
+_Base: Any = (
+    object if HAS_PARTS else OlderLoop
+)  # so that a type checker does not look for what Hugging Face's classes have
 
 
 class ElasticMixin(_Base):  # type: ignore[misc]
@@ -68,7 +76,10 @@ class ElasticMixin(_Base):  # type: ignore[misc]
         if here.run is not None:
             args.output_dir = shared_folder(args.output_dir, here.run)
         place_process(args, here)
+        # The precision and the compilation are the run's. Older versions of transformers have the precision in the environment.
+        args.mixed_precision = os.environ["ACCELERATE_MIXED_PRECISION"] = "no"
         super().create_accelerator_and_postprocess()
+        self.accelerator.state.dynamo_plugin = TorchDynamoPlugin(backend="no")
         place_process(args, here)
         self.accelerator.backward = self._backward
         self.accelerator.gather = self.accelerator.gather_for_metrics = self._gather
@@ -80,30 +91,6 @@ class ElasticMixin(_Base):  # type: ignore[misc]
         self._grad_norm = self._learning_rate = 0.0
         self._is_unfinished = self._is_restored = False
         self._history: tuple[int, str] = (-1, "")
-
-    def _build_accelerator_args(self, **more: Any) -> dict[str, Any]:
-        """Return the arguments of the Accelerator, without the precision and the compilation, which are the run's."""
-        theirs = super()._build_accelerator_args(**more)
-        theirs.pop("dynamo_plugin", None)
-        return {**theirs, "mixed_precision": "no", "kwargs_handlers": []}
-
-    def _validate_args(self) -> None:
-        """Check the datasets first, because Hugging Face's code would ask for max_steps if the training data have no length.
-
-        Raises:
-            UndulaError: A run cannot use one of them.
-        """
-        if self.train_dataset is not None:
-            loading = "data_collator= and dataloader_num_workers"
-            check_indexed(self.train_dataset, "train_dataset= of the Trainer is", loading, "use undula.main")
-        for name, dataset in self._evaluation_datasets().items():
-            if dataset is not None and not hasattr(dataset, "__len__"):
-                key = f"[{name!r}]" if isinstance(self.eval_dataset, dict) else "="
-                raise SpecError(
-                    f"eval_dataset{key} of the Trainer has no length, so that workers cannot share it; pass a view of it with __len__ and "
-                    "__getitem__"
-                )
-        super()._validate_args()
 
     def train(self, resume_from_checkpoint: Any = None, trial: Any = None, **more: Any) -> TrainOutput:
         """Train as Hugging Face's Trainer does. In the driver, give the settings to the job instead.
@@ -151,6 +138,7 @@ class ElasticMixin(_Base):  # type: ignore[misc]
             return
         if self.train_dataset is None:
             raise SpecError("the Trainer has no train_dataset, but a job trains; give it one")
+        check_datasets(self.train_dataset, self.eval_dataset)
         size = len(self.train_dataset)
         raise Offer(job_settings(self.args, size, here.virtual_workers, self.optimizer) if size else {}, self._give)
 
@@ -236,10 +224,12 @@ class ElasticMixin(_Base):  # type: ignore[misc]
         if not args.dataloader_drop_last:
             num_batches = -(-len(self.train_dataset) // per_process)
         batches = PlannedBatches(self.train_dataset, num_batches)
-        epochs, per_epoch, _, num_train_samples, _, self._batches_per_epoch, max_steps = (
-            self.set_initial_training_values(args, batches)
-        )
         batch = per_process * accumulation
+        parameters = inspect.signature(self.set_initial_training_values).parameters
+        given = (args, batches, batch) if "total_train_batch_size" in parameters else (args, batches)
+        epochs, per_epoch, _, num_train_samples, _, self._batches_per_epoch, max_steps = (
+            self.set_initial_training_values(*given)
+        )
         if (plan.spec.global_batch, plan.total_steps) != (batch, max_steps):
             raise UsageError(
                 f"the TrainingArguments ask for {max_steps} steps of {batch} samples, but the plan has {plan.total_steps} of "
@@ -300,8 +290,11 @@ class ElasticMixin(_Base):  # type: ignore[misc]
 
     def _is_normalized(self, items: Tensor | None) -> bool:
         """Return whether a micro-batch's loss is already its part of the step's loss, as `training_step` decides it."""
-        if self.loss_is_scaled_for_ga is not None:
-            return bool(self.loss_is_scaled_for_ga)
+        stated = getattr(
+            self, "loss_is_scaled_for_ga", None
+        )  # the class of a script may have it where Hugging Face's does not
+        if stated is not None:
+            return bool(stated)
         return (self.model_accepts_loss_kwargs and items is not None) or self.compute_loss_func is not None
 
     def _after_step(self, run: Run, model: nn.Module, index: int, ignore_keys_for_eval: Any) -> None:
