@@ -19,12 +19,12 @@ from tiny_lm import Sequences, tiny_gpt
 from torch import nn
 from torch.utils.data import IterableDataset
 from transformers import AutoModelForCausalLM, EarlyStoppingCallback
-from transformers_kit import HAS_STRATEGY, IN_ORDER, Theirs, Trained, arguments, train_rank
+from transformers_kit import HAS_STRATEGY, IN_ORDER, Theirs, Trained, accuracy, arguments, train_rank
 
 from undula.adapters import script
 from undula.adapters.transformers import ElasticMixin, Trainer
 from undula.errors import SpecError, UndulaError, UsageError
-from undula.state.events import EndEvent, ValidationEvent
+from undula.state.events import EndEvent, LogEvent, ValidationEvent
 from undula.state.ledger import events_of, last_event, read_ledger
 from undula.storage import open_store
 from undula.train.single_process import local_world
@@ -63,6 +63,8 @@ def lora() -> nn.Module:
 
 
 PLAIN = (Theirs, Trainer)
+BEST = {"max_steps": 6, "eval_steps": 2, "save_steps": 2, "load_best_model_at_end": True, "greater_is_better": True}
+"""Arguments with which the first model counts as the best."""
 EPOCHS = {"max_steps": -1, "num_train_epochs": 2.5, "eval_strategy": "epoch", "logging_steps": 3, "eval_on_start": True}
 
 
@@ -74,8 +76,10 @@ EPOCHS = {"max_steps": -1, "num_train_epochs": 2.5, "eval_strategy": "epoch", "l
         (PLAIN, tiny_gpt, {"label_smoothing_factor": 0.1}),
         ((TheirWeighted, Weighted), tiny_gpt, {}),
         (PLAIN, tiny_gpt, EPOCHS),
+        (PLAIN, tiny_gpt, BEST),
+        (PLAIN, lora, BEST),
     ],
-    ids=["plain", "lora", "label smoothing", "own loss", "epochs"],
+    ids=["plain", "lora", "label smoothing", "own loss", "epochs", "best", "best lora"],
 )
 def test_the_run_is_that_of_their_own_loop(
     tmp_path: Path, kinds: tuple[type, type], model: Callable[[], nn.Module], more: dict[str, Any]
@@ -125,6 +129,25 @@ def test_evaluations_are_results_of_the_run_and_a_callback_can_stop_it(tmp_path:
     end = last_event(ledger.events, EndEvent)
     assert end is not None
     assert (end.step, end.reason) == (6, "a callback of the script stopped the training")
+
+
+class Logging(Trainer):
+    def log(self, logs: dict[str, float], *arguments: Any) -> None:
+        super().log({**logs, "entropy": 0.5}, *arguments)
+
+
+def test_numbers_of_the_script_and_of_several_evaluation_datasets_are_in_the_ledger(tmp_path: Path) -> None:
+    args = arguments(tmp_path / "out", max_steps=4, logging_steps=2, eval_steps=4, save_strategy="no")
+    far = {"near": Sequences(5, first=1000), "far": Sequences(6, first=5000)}
+
+    def main() -> None:
+        Logging(tiny_gpt(), args, train_dataset=Sequences(100), eval_dataset=far, compute_metrics=accuracy).train()
+
+    job = train_here(main, tmp_path)
+    logged = events_of(read_ledger(open_store(job.run_url)).events, LogEvent)
+    names = {"near_loss", "near_accuracy", "near_rows", "far_loss", "far_accuracy", "far_rows"}
+    assert [(event.step, {*event.values}) for event in logged if "near_loss" in event.values] == [(4, names)]
+    assert [event.step for event in logged if event.values == {"entropy": 0.5}] == [2, 4, 4, 4]
 
 
 class ZeroesBefore(Trainer):

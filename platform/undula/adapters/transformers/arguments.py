@@ -27,6 +27,7 @@ _HONOURED = """
     log_level_replica disable_tqdm debug skip_memory_metrics run_name eval_strategy eval_steps eval_delay eval_on_start
     per_device_eval_batch_size prediction_loss_only eval_do_concat_batches eval_accumulation_steps include_for_metrics save_strategy
     save_steps save_total_limit metric_for_best_model greater_is_better dataloader_num_workers remove_unused_columns label_names
+    load_best_model_at_end
     length_column_name do_train do_eval do_predict adafactor include_inputs_for_metrics per_gpu_eval_batch_size save_safetensors"""
 """Arguments that Hugging Face's own code honours under the loop of a run."""
 _WITHOUT_EFFECT = """

@@ -1,5 +1,6 @@
 """Parts of Hugging Face's libraries as the Trainer uses them: the state of the process, datasets, callbacks and results of batches."""
 
+import json
 from collections.abc import Mapping, Sequence
 from functools import partial, reduce
 from pathlib import Path
@@ -16,6 +17,11 @@ from undula.adapters.script import Place
 from undula.data.script.dataset import check_indexed
 from undula.errors import SpecError, UsageError
 from undula.train.run import Run
+
+LOGGED = ("loss", "grad_norm", "learning_rate", "epoch", "step", "num_input_tokens_seen", "total_flos")
+"""Numbers that Hugging Face's Trainer logs itself."""
+MEASURED = ("_runtime", "_per_second", "_model_preparation_time")
+"""Ends of the names of metrics that are durations, which differ from rank to rank."""
 
 
 class PlannedBatches:
@@ -77,6 +83,43 @@ def check_datasets(training: Any, evaluation: Any) -> None:
                 f"eval_dataset{'=' if name is None else f'[{name!r}]'} of the Trainer has no length, so that workers cannot share it; pass "
                 "a view of it with __len__ and __getitem__"
             )
+
+
+def evaluated(metrics: Mapping[str, Any]) -> dict[str, float]:
+    """Return the means of an evaluation by name, without durations."""
+    return {
+        name.removeprefix("eval_"): float(value)
+        for name, value in metrics.items()
+        if name.startswith("eval_") and isinstance(value, int | float) and not name.endswith(MEASURED)
+    }
+
+
+def logged_by_script(logged: Mapping[str, Any]) -> dict[str, float]:
+    """Return the numbers of an entry of the log history that the script or another library has added."""
+    return {
+        name: value
+        for name, value in logged.items()
+        if name not in LOGGED and not name.startswith(("eval_", "train_")) and isinstance(value, int | float)
+    }
+
+
+class LogHistory:
+    """The log history of a Trainer as JSON. Only new entries are written, because all of it takes longer the longer it is."""
+
+    def __init__(self) -> None:
+        self._entries, self._text = 0, "[]"
+
+    def of(self, history: Sequence[Mapping[str, Any]]) -> str:
+        if len(history) > self._entries:
+            new = json.dumps(history[self._entries :], default=float)
+            self._text = f"{self._text[:-1]}, {new[1:]}" if self._entries else new
+            self._entries = len(history)
+        return self._text
+
+    def restore(self, text: str) -> list[dict[str, Any]]:
+        history: list[dict[str, Any]] = json.loads(text)
+        self._entries, self._text = len(history), text
+        return history
 
 
 def exported_state(callback: Any) -> dict[str, Any]:

@@ -45,6 +45,8 @@ class OlderLoop:
         self.store_flos()
         metrics |= {"total_flos": state.total_flos, "train_loss": train_loss}
         self.is_in_train = False
+        if self.args.load_best_model_at_end and state.best_model_checkpoint is not None:
+            self._load_best_model()
         self._memory_tracker.stop_and_update_metrics(metrics)
         self.log(metrics)
         if self.args.should_save and state.best_model_checkpoint is not None and self.args.save_total_limit == 1:

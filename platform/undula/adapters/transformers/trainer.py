@@ -7,7 +7,6 @@ older.py.
 """
 
 import inspect
-import json
 import math
 import os
 import time
@@ -25,11 +24,14 @@ from undula.adapters.evaluation import RankBatches, kept_loader, metrics_of_batc
 from undula.adapters.script import Offer, place
 from undula.adapters.transformers.arguments import job_settings, refuse_unsupported
 from undula.adapters.transformers.library import (
+    LogHistory,
     PlannedBatches,
     check_datasets,
+    evaluated,
     exported_state,
     is_of_datasets,
     joined,
+    logged_by_script,
     place_process,
     refuse_overrides,
     shared_folder,
@@ -51,8 +53,6 @@ COUNTERS = (
     "_start_time",  # the mean loss and the speed at the end are those of the whole run
 )
 """Attributes of the trainer that belong to the state of a run."""
-MEASURED = ("_runtime", "_per_second", "_model_preparation_time")
-"""Ends of the names of metrics that are durations, which differ from rank to rank."""
 
 
 HAS_PARTS = hasattr(transformers.Trainer, "_finalize_training")
@@ -90,7 +90,8 @@ class ElasticMixin(_Base):  # type: ignore[misc]
         self._kept_datasets: dict[str, Any] = {}
         self._grad_norm = self._learning_rate = 0.0
         self._is_unfinished = self._is_restored = False
-        self._history: tuple[int, str] = (-1, "")
+        self._history = LogHistory()
+        self._has_begun = False
 
     def train(self, resume_from_checkpoint: Any = None, trial: Any = None, **more: Any) -> TrainOutput:
         """Train as Hugging Face's Trainer does. In the driver, give the settings to the job instead.
@@ -253,6 +254,7 @@ class ElasticMixin(_Base):  # type: ignore[misc]
         args, epoch = self.args, None
         self._start_time = run.gather(time.time())[0]
         run.restore()  # before callbacks see the state
+        self._has_begun = True
         self.control = self.callback_handler.on_train_begin(args, self.state, self.control)
         if args.eval_on_start and not self._is_restored:
             self._evaluate(None, ignore_keys_for_eval, skip_scheduler=True)
@@ -330,29 +332,32 @@ class ElasticMixin(_Base):  # type: ignore[misc]
         self.current_flos += self._step_flos
 
     def _evaluate(self, trial: Any, ignore_keys_for_eval: Any, skip_scheduler: bool = False) -> dict[str, float]:
-        """Evaluate during the training, and record the loss and the metrics of one evaluation dataset in the run."""
+        """Evaluate during the training, and record the metrics in the run: as a validation, or as numbers if there are several datasets."""
         metrics: dict[str, float] = super()._evaluate(trial, ignore_keys_for_eval, skip_scheduler)
         run = place().run
-        if run is not None and "eval_loss" in metrics and self._evaluated is not None:
-            means = {
-                name.removeprefix("eval_"): float(value)
-                for name, value in metrics.items()
-                if name.startswith("eval_") and isinstance(value, int | float) and not name.endswith(MEASURED)
-            }
-            run.validated(means, len(self._evaluated.dataset))
+        if run is not None and self._evaluated is not None:
+            means = evaluated(metrics)
+            if "eval_loss" in metrics:
+                run.validated(means, len(self._evaluated.dataset))
+            else:
+                run.log(means)
         return metrics
+
+    def log(self, *arguments: Any, **more: Any) -> None:
+        """Log as Hugging Face's Trainer does. What a script or a library adds to its numbers is recorded in the run as well."""
+        super().log(*arguments, **more)
+        run, own = place().run, logged_by_script(self.state.log_history[-1])
+        if run is not None and self._has_begun and own:
+            run.log(own)
 
     def _captured(self) -> dict[str, Any]:
         """Return the state of the trainer and of its callbacks that belongs to the run's."""
         self._add_step()
-        history = self.state.log_history
-        if self._history[0] != len(history):  # writing it in every step would take longer the longer it is
-            self._history = len(history), json.dumps(history, default=float)
         return {
             "fields": {name: getattr(self.state, name) for name in STATE_FIELDS},
             "counters": {name: getattr(self, name) for name in COUNTERS},
             "loss": float(self._tr_loss),
-            "history": self._history[1],
+            "history": self._history.of(self.state.log_history),
             "callbacks": [exported_state(callback) for callback in self.callback_handler.callbacks],
         }
 
@@ -362,7 +367,7 @@ class ElasticMixin(_Base):  # type: ignore[misc]
             for name, value in attributes.items():
                 setattr(owner, name, value)
         self._tr_loss.fill_(values["loss"])
-        self.state.log_history = json.loads(values["history"])
+        self.state.log_history = self._history.restore(values["history"])
         for callback, attributes in zip(self.callback_handler.callbacks, values["callbacks"], strict=False):
             for name, value in attributes.items():
                 setattr(callback, name, value)
