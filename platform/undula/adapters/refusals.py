@@ -120,10 +120,6 @@ MODULE_HOOKS: Mapping[str, str] = {
 CALLBACKS: Mapping[str, str] = {
     "Checkpoint": "set checkpoint.every_steps in the job's YAML, and checkpoint.keep_best for the best one",
     "EarlyStopping": "set stop in the job's YAML: {metric: val_loss, mode: min, patience: 3}",
-    "LearningRateMonitor": "remove it; the learning rate of each step is in the report and in TensorBoard",
-    "DeviceStatsMonitor": "remove it; TensorBoard and Prometheus show where the time of each step goes",
-    "ProgressBar": "remove it; the driver shows the progress of the run",
-    "ModelSummary": "remove it; print the module in the script",
     "Timer": "set workers.fleet, or plan.max_steps, in the job's YAML",
     **dict.fromkeys(("StochasticWeightAveraging", "WeightAveraging"), _AVERAGE),
     "GradientAccumulationScheduler": "set plan.global_batch and plan.micro_batch in the job's YAML; the batch of a run is fixed",
@@ -133,6 +129,8 @@ CALLBACKS: Mapping[str, str] = {
     "LearningRateFinder": "compare learning rates with `undula study`",
 }
 """Callbacks of Lightning, by the name of their class or of a base class of it."""
+DISPLAYS = ("LearningRateMonitor", "DeviceStatsMonitor", "ProgressBar", "ModelSummary")
+"""Callbacks of Lightning that are left out: they show what the driver, the report and TensorBoard show of each run."""
 LIGHTNING_TRAINER: Mapping[str, str] = {
     "strategy": "remove it; a model that is too large for a GPU can be sharded with fully_shard in configure_model",
     "fast_dev_run": "set plan.max_steps in the job's YAML",

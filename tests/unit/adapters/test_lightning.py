@@ -13,6 +13,7 @@ import torch
 from adapters_kit import job_of_script, store_of, train_here
 from alone import train_alone
 from lightning_kit import JOB, Tiny, blocks, defined, loader, optimizers, tiny, train_module
+from pytorch_lightning.callbacks import LearningRateMonitor, ModelSummary
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader, TensorDataset
@@ -261,6 +262,37 @@ def test_a_rate_without_a_scheduler_stays_unless_the_yaml_has_a_decay(
 ) -> None:
     rates = train_module(Unscheduled, tmp_path, *overrides).steps["lr"].to_pylist()
     assert rates[-1] == pytest.approx(last)
+
+
+def test_hooks_find_the_weights_in_a_checkpoint_and_cannot_take_them_out_of_the_runs(tmp_path: Path) -> None:
+    def on_save_checkpoint(self: Any, checkpoint: dict[str, Any]) -> None:
+        assert checkpoint["global_step"] == self.trainer.global_step
+        for name in [*checkpoint["state_dict"]]:
+            del checkpoint["state_dict"][name]
+        Tiny.on_save_checkpoint(self, checkpoint)
+
+    def on_load_checkpoint(self: Any, checkpoint: dict[str, Any]) -> None:
+        assert checkpoint["state_dict"].keys() == self.state_dict().keys()
+        Tiny.on_load_checkpoint(self, checkpoint)
+
+    file = tmp_path / "job.yaml"
+    file.write_text(JOB)
+    module = tiny(on_save_checkpoint=on_save_checkpoint, on_load_checkpoint=on_load_checkpoint)
+    conformance.check(lambda run: fit(run, module()), file, f"runs={tmp_path}")
+
+
+def test_the_only_logged_loss_is_that_of_the_validation_and_displays_are_left_out(tmp_path: Path) -> None:
+    def validation_step(self: Any, batch: Any, batch_idx: int) -> None:
+        (x,) = batch
+        self.log("valid/MSE_loss", self.net(x).square().mean(), batch_size=len(x))
+        self.log("valid/accuracy", 0.5)
+        self.seen.append(torch.zeros(()))
+
+    displays = [LearningRateMonitor(), ModelSummary()]
+    ledger = train_module(tiny(validation_step=validation_step), tmp_path, callbacks=displays)
+    assert all(
+        event.loss == event.means["valid/MSE_loss"] != 0.5 for event in events_of(ledger.events, ValidationEvent)
+    )
 
 
 def test_a_collate_function_of_the_module_works_in_loader_processes(tmp_path: Path) -> None:

@@ -147,6 +147,12 @@ def log_a_sum(module: Any, batch: Any, batch_idx: int) -> None:
     module.log("sum", 1.0, reduce_fx="sum")
 
 
+def log_of_tokens(module: Any, batch: Any, batch_idx: int) -> Any:
+    loss = module.net(batch[0]).square().mean()
+    module.log("tokens", loss, batch_size=99)
+    return loss
+
+
 def clip(module: Any) -> None:
     nn.utils.clip_grad_norm_(module.parameters(), 0.1)
 
@@ -163,6 +169,7 @@ class SetsRates(tiny(configure_optimizers=PLAIN)):  # type: ignore[misc]
         (tiny(training_step=lambda self, batch, batch_idx: None), "training_step() returned a NoneType without a loss"),
         (tiny(on_train_epoch_end=log_late), "self.log('late') was called in on_train_epoch_end(), which belongs to no batch"),
         (tiny(validation_step=log_a_sum), "self.log('sum') got reduce_fx='sum', but a run takes the mean over samples"),
+        (tiny(training_step=log_of_tokens), "self.log('tokens') got batch_size=99 for 4 samples, but a run takes the mean over"),
         (tiny(on_after_backward=clip), "clip_grad_norm_() changed a gradient of an open step"),
         (SetsRates, "the script changed the learning rate of parameter group 0 from 0.01 to 0.005"),
     ],

@@ -154,7 +154,7 @@ class _Fit:
             assert step.micro_batch is not None
             place = run.plan.step(step.micro_batch.step).step_in_epoch
             index = place * trainer.accumulate_grad_batches + step.micro_batch.number
-            batch = self._hooks.transferred(received)
+            batch = self._recorder.batch = self._hooks.transferred(received)
             outputs = self._train_batch(step, batch, index, is_first)
             is_first = False
             if step.is_last:
@@ -221,17 +221,19 @@ class _Fit:
         batch, index = self._hooks.transferred(received), self._validated_batches
         assert index is not None
         means: dict[str, float | Tensor] = {}
-        self._recorder.means = means
+        self._recorder.means, self._recorder.batch = means, batch
         self._hooks.call("on_validation_batch_start", batch, index)
         returned = self._hooks.call_step("validation_step", batch, index)
         self._hooks.call("on_validation_batch_end", returned, batch, index)
         self._recorder.means = None
         self._validated_batches = index + 1
         loss = returned.get(LOSS) if isinstance(returned, Mapping) else returned
-        loss = means.get("val_loss", means.get(LOSS, loss))
+        named = [mean for name, mean in means.items() if LOSS in name.lower()]
+        loss = means.get("val_loss", means.get(LOSS, named[0] if len(named) == 1 else loss))
         if not isinstance(loss, Tensor):
             raise UsageError(
-                "validation_step() neither logs val_loss nor returns a loss, of which a run needs the mean; add self.log('val_loss', loss)"
+                "validation_step() neither logs val_loss, or a single value whose name has loss in it, nor returns a loss, of which a run "
+                "needs the mean; add self.log('val_loss', loss)"
             )
         return {**means, LOSS: loss}
 

@@ -3,7 +3,7 @@
 import fcntl
 import os
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ import torch
 from undula.adapters.lightning.data import Data
 from undula.adapters.lightning.library import Library, Schedulers, name_of
 from undula.adapters.lightning.stand_in import FitTrainer
-from undula.adapters.refusals import CALLBACKS, MODULE_HOOKS, refused_override
+from undula.adapters.refusals import CALLBACKS, DISPLAYS, MODULE_HOOKS, refused_override
 from undula.errors import UsageError
 from undula.plan.plan import Plan
 
@@ -44,14 +44,15 @@ class Hooks:
         self.library = library = Library.of(module)
         _check_module(module, library)
         own = module.configure_callbacks()
-        self.callbacks = [*callbacks, *(own if isinstance(own, Sequence) else [own])]
-        _check_callbacks(self.callbacks)
+        given = [*callbacks, *(own if isinstance(own, Sequence) else [own])]
+        _check_callbacks(given)
+        self.callbacks = [callback for callback in given if not _named(callback, DISPLAYS)]
         self._loaders = dict(loaders)
         if isinstance(loaders["train_dataloader"], library.datamodule_class):
             datamodule, self._loaders["train_dataloader"] = loaders["train_dataloader"], None
         self.module, self._datamodule, self._device = module, datamodule, device
         self.validates = library.is_overridden("validation_step", module)
-        self.trainer = FitTrainer(module, datamodule, self.callbacks, rank, device)
+        self.trainer = FitTrainer(module, datamodule, self.callbacks, rank, device, library.size_of)
         module.trainer = self.trainer
         if datamodule is not None:
             datamodule.trainer = self.trainer
@@ -164,18 +165,36 @@ class Hooks:
 
     def capture(self) -> dict[str, Any]:
         """Return what a checkpoint of Lightning would hold beside the weights."""
-        entry: dict[str, Any] = {}
-        if self.library.is_overridden("on_save_checkpoint", self.module):
-            self.module.on_save_checkpoint(entry)
-        for callback in self.callbacks:
-            if self.library.is_overridden("on_save_checkpoint", callback):
-                callback.on_save_checkpoint(self.trainer, self.module, entry)
+        entry, own = {}, {}
+        if self._has_hook("on_save_checkpoint"):
+            entry = self._entry()
+            own = dict(entry)
+            if self.library.is_overridden("on_save_checkpoint", self.module):
+                self.module.on_save_checkpoint(own)
+            for callback in self.callbacks:
+                if self.library.is_overridden("on_save_checkpoint", callback):
+                    callback.on_save_checkpoint(self.trainer, self.module, own)
         parts = {str(number): callback.state_dict() for number, callback in enumerate(self.callbacks)}
         data = self._datamodule.state_dict() if self._datamodule is not None else {}
-        return {"entry": entry, "callbacks": parts, "datamodule": data}
+        return {
+            "entry": {key: value for key, value in own.items() if key not in entry},
+            "callbacks": parts,
+            "datamodule": data,
+        }
+
+    def _has_hook(self, hook: str) -> bool:
+        return any(self.library.is_overridden(hook, owner) for owner in (self.module, *self.callbacks))
+
+    def _entry(self) -> dict[str, Any]:
+        """Return what hooks find in a checkpoint. The weights are those of the run, whatever a hook leaves out of them."""
+        trainer = self.trainer
+        weights = dict(self.module.state_dict())
+        return {"state_dict": weights, "epoch": trainer.current_epoch, "global_step": trainer.global_step}
 
     def restore(self, values: Mapping[str, Any]) -> None:
         """Restore what `capture` returned."""
+        if self._has_hook("on_load_checkpoint"):
+            values = {**values, "entry": {**self._entry(), **values["entry"]}}
         if self.library.is_overridden("on_load_checkpoint", self.module):
             self.module.on_load_checkpoint(values["entry"])
         for number, callback in enumerate(self.callbacks):
@@ -216,8 +235,13 @@ def _check_callbacks(callbacks: Sequence[Any]) -> None:
         UsageError: There is one.
     """
     for callback in callbacks:
-        for base in type(callback).__mro__:
-            if base.__name__ in CALLBACKS and "lightning" in base.__module__:
-                raise UsageError(
-                    f"fit() got the callback {type(callback).__name__}, which a run does not take; {CALLBACKS[base.__name__]}"
-                )
+        if name := _named(callback, CALLBACKS):
+            raise UsageError(
+                f"fit() got the callback {type(callback).__name__}, which a run does not take; {CALLBACKS[name]}"
+            )
+
+
+def _named(callback: Any, names: Collection[str]) -> str | None:
+    """Return the first of some names of Lightning's classes that a callback is of; None if there is none."""
+    bases = (base.__name__ for base in type(callback).__mro__ if "lightning" in base.__module__)
+    return next((name for name in bases if name in names), None)

@@ -26,6 +26,7 @@ class Library:
         self.datamodule_class: type = self._get("LightningDataModule")
         self.trainer_class: type = self._get("Trainer")
         self.is_overridden: Callable[..., bool] = self._get("utilities.model_helpers:is_overridden")
+        self.size_of: Callable[[Any], int] = self._get("utilities.data:extract_batch_size")
         self._takes = self._get("utilities.signature_utils:is_param_in_hook_signature")
         self._optimizers = self._get("core.optimizer:_configure_optimizers")
         self._configs_of = self._get("core.optimizer:_configure_schedulers_automatic_opt")

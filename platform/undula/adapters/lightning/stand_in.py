@@ -1,5 +1,6 @@
 """Stand-in for Lightning's Trainer, as a module and its callbacks see it while a run trains the module."""
 
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any, NoReturn
 
@@ -19,15 +20,30 @@ class Recorder:
     """Receives what `self.log` records: values of a micro-batch in training, and means of a batch in validation.
 
     Lightning's own `log` checks its arguments and calls this.
+
+    Args:
+        size_of: Function that returns the number of samples of a batch.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, size_of: Callable[[Any], int]) -> None:
+        self._size_of = size_of
+        self.batch: Any = None
+        """Current batch."""
         self.step: Step | None = None
         """Step that takes the values; None if there is none, or if it is committed."""
         self.means: dict[str, float | Tensor] | None = None
         """Values of the current batch of a validation; None outside of one."""
 
-    def log(self, hook: str, name: str, value: Any, *, reduce_fx: Any = "mean", **display: Any) -> None:
+    def log(
+        self,
+        hook: str,
+        name: str,
+        value: Any,
+        *,
+        reduce_fx: Any = "mean",
+        batch_size: int | None = None,
+        **display: Any,
+    ) -> None:
         """Record a value. The arguments that decide where and how often Lightning shows it have no effect."""
         if not isinstance(value, Tensor):
             raise UsageError(
@@ -37,6 +53,11 @@ class Recorder:
         if reduce_fx not in ("mean", torch.mean):
             raise UsageError(
                 f"self.log({name!r}) got reduce_fx={reduce_fx!r}, but a run takes the mean over samples; log what can be averaged"
+            )
+        if batch_size is not None and self.batch is not None and batch_size != self._size_of(self.batch):
+            raise UsageError(
+                f"self.log({name!r}) got batch_size={batch_size} for {self._size_of(self.batch)} samples, but a run takes the mean over "
+                "samples; log the mean over the samples of the batch, without batch_size"
             )
         if self.means is not None:
             self.means[name] = value
@@ -61,12 +82,21 @@ class FitTrainer:
         callbacks: Callbacks of the script.
         rank: Rank of this process.
         device: Device of this process.
+        size_of: Function that returns the number of samples of a batch.
     """
 
     plan: Plan
     """The plan, as soon as the data are known."""
 
-    def __init__(self, module: Any, datamodule: Any, callbacks: list[Any], rank: int, device: torch.device):
+    def __init__(
+        self,
+        module: Any,
+        datamodule: Any,
+        callbacks: list[Any],
+        rank: int,
+        device: torch.device,
+        size_of: Callable[[Any], int],
+    ):
         self.lightning_module = self.model = module
         self.datamodule = datamodule
         self.callbacks = callbacks
@@ -83,7 +113,7 @@ class FitTrainer:
         self.lr_scheduler_configs: list[Any] = []
         self.state = SimpleNamespace(fn="fit")
         self.strategy = _Strategy(device)
-        self.recorder = self._results = Recorder()
+        self.recorder = self._results = Recorder(size_of)
         self._logger_connector = SimpleNamespace(_current_fx=None, should_reset_tensors=lambda hook: False)
         self._accelerator_connector = SimpleNamespace(is_distributed=False)
 
