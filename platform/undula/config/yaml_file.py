@@ -6,9 +6,10 @@ The message of an error is one sentence with the file and line, the key, the giv
 import dataclasses
 import difflib
 import json
+import os
 import re
 import typing
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
@@ -21,6 +22,9 @@ from pydantic_core import ErrorDetails
 from undula.config.environment import with_variables
 from undula.config.secrets import has_secret, hide_secrets
 from undula.errors import SpecError, one_line
+
+FILES = "UNDULA_FILES"
+"""Environment variable of a job's driver with the texts of YAML files that its machine may not have, as JSON by absolute path."""
 
 
 def load_file(
@@ -91,10 +95,19 @@ _Yaml12Loader.add_implicit_resolver(
 )
 
 
+def files_for_job(script: Path, files: Iterable[Path]) -> dict[str, str]:
+    """Return the environment variable with which the driver of a job finds YAML files that are not in the folder of its script.
+
+    A cluster gets that folder only.
+    """
+    texts = {str(file.absolute()): file.read_text() for file in files if file.absolute().parent != script.parent}
+    return {FILES: json.dumps(texts)} if texts else {}
+
+
 def _read_yaml(file: Path, what: str, keys: str) -> tuple[dict[str, Any], dict[str, str]]:
     """Return the content of a file, and the origin of each of its values by dotted key."""
     try:
-        text = file.read_text(encoding="utf-8")
+        text = json.loads(os.environ.get(FILES, "{}")).get(str(file)) or file.read_text(encoding="utf-8")
         root = yaml.compose(text, Loader=_Yaml12Loader)
         tree = _without_aliases(yaml.load(text, Loader=_Yaml12Loader))
     except OSError as error:

@@ -19,6 +19,7 @@ from undula.cluster.local import cluster_at_hand, job_api_answers
 from undula.cluster.room import refuse_what_never_fits
 from undula.config.environment import having, without_secrets
 from undula.config.job import LoadedSpec, absolute_paths, script_of
+from undula.config.yaml_file import files_for_job
 from undula.driver.local_job import run_on_own_cluster
 from undula.driver.script import run_submitted
 from undula.elastic.pure.spec import WorkersSpec
@@ -113,7 +114,7 @@ def submission_of_job(
     return Submission(
         script=script,
         arguments=(*options, *shown, *absolute_paths(loaded.spec)),
-        environment=private,
+        environment={**private, **files_for_job(script, [file])},
         workers=loaded.spec.workers,
         origins=loaded.origins,
         kind="run",

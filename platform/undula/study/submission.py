@@ -5,6 +5,7 @@ from pathlib import Path
 
 from undula.config.environment import without_secrets
 from undula.config.job import absolute_paths, script_of
+from undula.config.yaml_file import files_for_job
 from undula.driver.submission import FRESH, Submission, name_in_submission
 from undula.study.load import LoadedStudy
 
@@ -25,7 +26,7 @@ def submission_of_study(
     return Submission(
         script=script,
         arguments=(*options, *shown, *paths),
-        environment=private,
+        environment={**private, **files_for_job(script, [file, loaded.file])},
         workers=job.workers,
         origins=loaded.job.origins,
         kind="study",

@@ -95,3 +95,27 @@ def test_the_hints_of_a_job_that_is_left_alone_name_its_run(
         f"undula logs {run} --follow --address {DASHBOARD}",
         f"undula stop {run} --address {DASHBOARD}",
     ]
+
+
+def test_the_driver_has_a_yaml_that_is_not_in_the_folder_of_the_script(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "configs").mkdir()
+    (tmp_path / "src").mkdir()
+    file, script = tmp_path / "configs" / "job.yaml", tmp_path / "src" / "train.py"
+    script.write_text("")
+    file.write_text("{name: elsewhere, data: {train: tokens}, plan: {global_batch: 8}}")
+    submission = submission_of_job(file, load_spec(file), (), script, fresh=False)
+    file.unlink()  # as on a cluster, which gets the folder of the script
+    for name, value in submission.environment.items():
+        monkeypatch.setenv(name, value)
+    there = load_spec(Path(submission.arguments[1]))
+    assert (there.spec.plan.global_batch, there.origin("plan.global_batch")) == (8, f"{file}:1")
+
+
+def test_a_yaml_beside_the_script_is_not_sent_twice(tmp_path: Path) -> None:
+    (tmp_path / "job.yaml").write_text("{name: beside, data: {train: tokens}, plan: {global_batch: 8}}")
+    (tmp_path / "job.py").write_text("")
+    submission = submission_of_job(tmp_path / "job.yaml", load_spec(tmp_path / "job.yaml"), (), None, fresh=False)
+    assert submission.environment == {}
+    assert submission.arguments[1] == "job.yaml"
