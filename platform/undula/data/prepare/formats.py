@@ -1,5 +1,6 @@
 """Reading of files of tables: Parquet, Arrow, CSV and JSON lines. Files that are read together get one schema, or are refused by name."""
 
+import json
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -7,6 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from urllib.parse import unquote
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.csv
 import pyarrow.dataset
@@ -23,6 +25,9 @@ OPEN_AT_ONCE = 16
 """Number of files of which the schema is read at the same time."""
 NO_PARTITION = "__HIVE_DEFAULT_PARTITION__"
 """Value in the name of a Hive partition that stands for null."""
+
+RAY_TENSOR = "ray.data.arrow_tensor"
+"""Beginning of the names of Ray Data's types for tensors of one shape."""
 
 Opener = Callable[[Store, str, Sequence[str] | None], pa.RecordBatchReader]
 """Function that opens a file and returns the reader of its rows; of Parquet files, only of the given columns."""
@@ -79,7 +84,12 @@ class TableFiles:
             value = None if partition == NO_PARTITION else partition
             return pa.repeat(pa.scalar(value, pa.string()), batch.num_rows).cast(field.type)
         try:
-            array = batch.column(field.name)
+            array = _plain(batch, field.name)
+            if self.open in (open_csv, open_json) and _are_rounded(array):
+                raise ManifestError(
+                    f"column {field.name!r} of {self.store.url}/{name} has integers of 2^63 or more, which no column of integers holds; "
+                    "put them in quotes, as text"
+                )
             return array if array.type == field.type else array.cast(field.type)
         except pa.ArrowInvalid as error:
             raise ManifestError(
@@ -160,7 +170,7 @@ def _common_schema(
                 raise ManifestError(_missing(url, column, file, names, schemas))
             if count > 1:
                 raise ManifestError(f"{url}/{file} has {count} columns with the name {column!r}; rename them")
-            kind = _decoded(schema.field(column).type)
+            kind = _type_of(schema.field(column))
             before, first = known.get(column, (kind, file))
             known[column] = (_promoted(before, kind, f"column {column!r} of {url}", first, file), first)
     return pa.schema([(column, kind) for column, (kind, _) in known.items()])
@@ -196,9 +206,52 @@ def _is_text(kind: pa.DataType) -> bool:
     return bool(pa.types.is_string(kind) or pa.types.is_large_string(kind))
 
 
-def _decoded(kind: pa.DataType) -> pa.DataType:
-    """Return the type of the values of a column, without the dictionary that encodes them."""
-    return kind.value_type if pa.types.is_dictionary(kind) else kind
+def _type_of(field: pa.Field) -> pa.DataType:
+    """Return the type of a column without the dictionary that encodes its values, and as lists of lists if it has tensors."""
+    kind = field.type
+    shape = _tensor_shape(field)
+    if shape is None:
+        return kind.value_type if pa.types.is_dictionary(kind) else kind
+    nested = getattr(kind, "storage_type", kind).value_type
+    for size in reversed(shape):
+        nested = pa.list_(nested, size)
+    return nested
+
+
+def _plain(batch: pa.RecordBatch, name: str) -> pa.Array:
+    """Return a column of a batch, as lists of lists if it has tensors."""
+    array, shape = batch.column(name), _tensor_shape(batch.schema.field(name))
+    if shape is None or array.null_count:
+        return array
+    values = getattr(array, "storage", array).flatten()
+    for size in reversed(shape):
+        values = pa.FixedSizeListArray.from_arrays(values, size)
+    return values
+
+
+def _tensor_shape(field: pa.Field) -> tuple[int, ...] | None:
+    """Return the shape of each value of a column of tensors, as Arrow and Ray Data write them; None for other columns.
+
+    Arrow knows the types of Ray Data only in a process that has imported Ray.
+    """
+    metadata = field.metadata or {}
+    kind = field.type
+    if isinstance(kind, pa.FixedShapeTensorType):
+        is_ordered = kind.permutation in (None, [*range(len(kind.shape))])
+        return tuple(kind.shape) if is_ordered else None
+    if isinstance(kind, pa.BaseExtensionType) and kind.extension_name.startswith(RAY_TENSOR):
+        return tuple(kind.shape)
+    if metadata.get(b"ARROW:extension:name", b"").startswith(RAY_TENSOR.encode()):
+        return tuple(json.loads(metadata[b"ARROW:extension:metadata"]))
+    return None
+
+
+def _are_rounded(array: pa.Array) -> bool:
+    """Return whether numbers of a text file are integers that are too large for one, of which Arrow makes floats."""
+    if not pa.types.is_float64(array.type):
+        return False
+    values = array.drop_null().to_numpy()
+    return bool((np.abs(values) >= 2.0**63).any() and (values == np.floor(values)).all())
 
 
 def _are_int32(values: pa.Array) -> bool:

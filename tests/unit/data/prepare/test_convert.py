@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -71,3 +72,24 @@ def test_indexing_says_which_partitions_are_no_column(
     undula_data("index", source.parent)
     text = capsys.readouterr().out
     assert "the folders label=... do not become a column; `undula data convert` makes one of them" in text
+
+
+IMAGES = np.arange(24, dtype=np.float32).reshape(4, 2, 3)
+
+
+def ray_tensors() -> pa.Field:
+    """Return the field of a column that Ray Data has written, in a process that has not imported Ray."""
+    metadata = {"ARROW:extension:name": "ray.data.arrow_tensor_v2", "ARROW:extension:metadata": "[2, 3]"}
+    return pa.field("image", pa.large_list(pa.float32()), metadata=metadata)
+
+
+@pytest.mark.parametrize("of", ["Arrow", "Ray Data"])
+def test_tensors_keep_their_shape(tmp_path: Path, of: str, undula_data: Callable[..., None]) -> None:
+    if of == "Arrow":
+        table = pa.table({"image": pa.FixedShapeTensorArray.from_numpy_ndarray(IMAGES)})
+    else:
+        table = pa.table([IMAGES.reshape(4, 6).tolist()], schema=pa.schema([ray_tensors()]))
+    pq.write_table(table, tmp_path / "a.parquet")
+    undula_data("convert", tmp_path / "a.parquet", "--out", str(tmp_path / "out"), "--shards", "1")
+    batch = next(iter(stream(str(tmp_path / "out"), PlanSpec(global_batch=4, virtual_workers=1, shuffle="none"))))
+    assert batch["image"].tolist() == IMAGES.tolist()

@@ -326,3 +326,12 @@ def test_sources_on_s3_are_read(s3: Any, tmp_path: Path) -> None:
 def test_a_column_that_is_named_twice_is_refused(tmp_path: Path) -> None:
     parquet(tmp_path / "a.parquet", n=[1])
     assert "--columns names 'n' twice" in refusal(tmp_path, ("n", "n"))
+
+
+@pytest.mark.parametrize(("file", "text"), [("a.csv", "id\n{}\n{}\n"), ("a.jsonl", '{{"id": {}}}\n{{"id": {}}}\n')])
+def test_integers_that_would_be_rounded_are_refused(tmp_path: Path, file: str, text: str) -> None:
+    (tmp_path / file).write_text(text.format(2**63, 2**63 + 1))
+    assert "column 'id'" in refusal(tmp_path)
+    assert "has integers of 2^63 or more, which no column of integers holds; put them in quotes" in refusal(tmp_path)
+    (tmp_path / file).write_text(text.format(1e30, 0.5))
+    assert rows(tmp_path) == [{"id": 1e30}, {"id": 0.5}]
