@@ -119,7 +119,7 @@ MODULE_HOOKS: Mapping[str, str] = {
 """Hooks of a LightningModule that it may not override, because a run does not call them."""
 CALLBACKS: Mapping[str, str] = {
     "Checkpoint": "set checkpoint.every_steps in the job's YAML, and checkpoint.keep_best for the best one",
-    "EarlyStopping": "set stop in the job's YAML: {metric: val_loss, mode: min, patience: 3}",
+    "EarlyStopping": "set stop in the job's YAML: {metric: val_loss, mode: min, patience: 3}, without a min_delta",
     "Timer": "set workers.fleet, or plan.max_steps, in the job's YAML",
     **dict.fromkeys(("StochasticWeightAveraging", "WeightAveraging"), _AVERAGE),
     "GradientAccumulationScheduler": "set plan.global_batch and plan.micro_batch in the job's YAML; the batch of a run is fixed",
@@ -194,13 +194,16 @@ def refuse_arguments(
         instead: Arguments that a run cannot honour, and what to do instead; the others have no effect in a run.
 
     Raises:
-        UsageError: A run cannot honour the value of one, or the library does not have it.
+        UsageError: A run cannot honour the values of some, or the library does not have them. All of them are named at once.
     """
+    refused = []
     for name, value in given.items():
         if name not in defaults:
-            raise UsageError(f"{owner} got {name}=, which it does not know; remove it")
-        if name in instead and value is not None and value != defaults[name]:
-            raise UsageError(f"{owner} does not take {name}=; {instead[name]}")
+            refused.append(f"{owner} got {name}=, which it does not know; remove it")
+        elif name in instead and value is not None and value != defaults[name]:
+            refused.append(f"{owner} does not take {name}=; {instead[name]}")
+    if refused:
+        raise UsageError(". ".join(refused))
 
 
 def refused_override(owner: type, method: str, instead: Mapping[str, str]) -> UsageError:

@@ -72,6 +72,7 @@ def fit_with(callbacks: Any) -> None:
     [
         (lambda: Trainer(strategy="ddp"), "Trainer does not take strategy=; remove it; a model"),
         (lambda: Trainer(limit_train_batches=0.1), "Trainer does not take limit_train_batches=; remove it; a run takes all"),
+        (lambda: Trainer(max_time="1:0", gpus=2), "Trainer does not take max_time=; set workers.fleet in the job's YAML. Trainer got"),
         (lambda: Trainer(gpus=2), "Trainer got gpus=, which it does not know; remove it"),
         (lambda: Trainer(precision="64-true"), "Trainer got precision='64-true'; set it to one of '32-true', '32', 32, 'bf16-mixed'"),
         (lambda: Trainer(max_epochs=-1), "Trainer got max_epochs=-1, which never ends"),
@@ -79,6 +80,9 @@ def fit_with(callbacks: Any) -> None:
         (lambda: Trainer().fit(Tiny(), ckpt_path="last"), "Trainer.fit() does not take ckpt_path=; submit the job"),
         (lambda: Trainer().test(Tiny()), "Trainer.test is not possible in a run; load the weights"),
         (lambda: fit_with(ModelCheckpoint()), "fit() got the callback ModelCheckpoint, which a run does not take; set checkpoint"),
+        (lambda: fit_with([ModelCheckpoint(), EarlyStopping("loss")]),
+         "fit() got the callback ModelCheckpoint, which a run does not take; set checkpoint.every_steps in the job's YAML, and "
+         "checkpoint.keep_best for the best one. fit() got the callback EarlyStopping, which"),
         (lambda: fit_with([EarlyStopping("loss")]), "fit() got the callback EarlyStopping, which a run does not take; set stop in"),
     ],
 )  # fmt: skip

@@ -234,11 +234,13 @@ def _check_callbacks(callbacks: Sequence[Any]) -> None:
     Raises:
         UsageError: There is one.
     """
-    for callback in callbacks:
-        if name := _named(callback, CALLBACKS):
-            raise UsageError(
-                f"fit() got the callback {type(callback).__name__}, which a run does not take; {CALLBACKS[name]}"
-            )
+    refused = [
+        f"fit() got the callback {type(callback).__name__}, which a run does not take; {CALLBACKS[name]}"
+        for callback in callbacks
+        if (name := _named(callback, CALLBACKS))
+    ]
+    if refused:
+        raise UsageError(". ".join(refused))
 
 
 def _named(callback: Any, names: Collection[str]) -> str | None:
