@@ -164,4 +164,8 @@ def assert_nothing_shows(out: str, run: Store, cluster: LocalCluster | None) -> 
         folders += Path(session).glob("session_2*/logs")
     files = (path for folder in folders for path in folder.rglob("*") if path.is_file())
     texts |= {str(path): path.read_bytes().decode(errors="replace") for path in files}
+    if cluster:
+        assert [path for path, text in texts.items() if "/worker-" in path and "printed ***" in text], (
+            "Ray's logs lack output"
+        )
     assert not [(path, value) for path, text in texts.items() for value in PLANTED if value in text]

@@ -109,7 +109,8 @@ def _problem_of_reference(name: str, key: str) -> str | None:
         return "but the environment has no such variable; export it first, or give it with --secret-file"
     if not values.forms_of(os.environ[name]):
         return (
-            f"whose value is no secret, because it has fewer than {values.MIN_CHARS} characters; write the value itself"
+            f"whose value cannot be masked, because it has fewer than {values.MIN_CHARS} characters, or fewer than "
+            f"{values.MIN_DIFFERENT_CHARS} different ones; write the value itself"
         )
     return None
 

@@ -23,7 +23,7 @@ def mask_output() -> None:
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         if stream is not None and not hasattr(stream, "is_masked"):
-            masked = MaskedStream(stream)
+            masked = MaskedStream(stream, name)
             setattr(sys, name, masked)
             atexit.register(masked.release)
 
@@ -39,7 +39,8 @@ def _mask_records() -> None:
             record.msg, record.args = _masked_message(record)
         if record.exc_info and record.exc_info[1] is not None:
             story = logging.Formatter().formatException(record.exc_info)
-            record.exc_text = mask(story) if mask(story) != story else None
+            if (shown := mask(story)) != story:
+                record.exc_text = shown
         return record
 
     logging.setLogRecordFactory(masked_record)
@@ -61,8 +62,8 @@ class MaskedStream:
 
     is_masked = True
 
-    def __init__(self, stream: TextIO):
-        self._stream = stream
+    def __init__(self, stream: TextIO, name: str):
+        self._stream, self._name = stream, name
         self._pieces: deque[str] = deque()
         """Pieces of the last line, which is not complete."""
 
@@ -98,5 +99,14 @@ class MaskedStream:
             pieces.append(self._pieces.popleft())
         return "".join(pieces)
 
+    def __reduce__(self) -> tuple[Any, tuple[str]]:
+        return _stream_of_process, (
+            self._name,
+        )  # an object of the script may hold the stream and go to another process
+
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
+
+
+def _stream_of_process(name: str) -> Any:
+    return getattr(sys, name)

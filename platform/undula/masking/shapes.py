@@ -31,7 +31,7 @@ class Name(NamedTuple):
 _TEXT = r"(?s:.+)"
 _CREDENTIAL = r"(?=[^a-z]*[a-z])(?=\D*\d)[^\s<>\[\]{}|]{8,}|[^\s<>\[\]{}|_]{20,}"
 """A text of a service, and no word or count, such as `char` or `300B`."""
-_RANDOM = r"(?s:.*)(?:(?=[a-z]*\d)(?=\d*[a-z])[a-z\d]{16,}|[\da-f]{8}(?:-[\da-f]{4}){3}-)(?s:.*)"
+_RANDOM = r"(?s:.*)(?:(?<![a-z\d])(?=[a-z]*\d)(?=\d*[a-z])[a-z\d]{16,}|[\da-f]{8}(?:-[\da-f]{4}){3}-)(?s:.*)"
 NAMES = (
     Name(
         r"[a-z]*(?:pass(?:word|wd|phrase|code)|secret|credential|mnemonic|apikey|otp)s?|creds?|seed_?phrase",
@@ -66,8 +66,8 @@ _SETTINGS = re.compile(
 SHAPES = [
     re.compile(shape)
     for shape in (
-        r"://[^\s/:@\"'\[]*:(?!\d+(?:[/?#]|$)|\$\{)([^\s\"'<>]+)@",  # the password of a URL
-        r"\bhttps?://(?!git@)([^/\s@$?#\"'<>:]+)@",  # a URL with a token
+        r"://[^\s/:@\"'\[]{0,200}:(?!\d+(?:[/?#]|$)|\$\{)([^\s\"'<>]{1,500})@",  # the password of a URL
+        r"\bhttps?://(?!git@)([^/\s@$?#\"'<>:]{1,500})@",  # a URL with a token
         r"\b((?:A[KS]IA|AIza)[\w-]{12,})|\b((?:gh[pousr]|hf|npm|gsk)_[A-Za-z\d]{16,}|github_pat_\w{16,})",
         r"\b((?:glpat|nvapi|pypi)-[\w-]{16,}|ya29\.[\w-]{16,}|xox[abeprs]-[\w-]{8,})",
         r"\b(sk-(?=[\w-]*\d)[\w-]{16,}|[sr]k_live_\w{16,})",
@@ -76,11 +76,11 @@ SHAPES = [
         r"\bhooks\.slack\.com/(\w+/\S+)|\bdiscord(?:app)?\.com/api/webhooks/(\S+)|\bwebhook\.office\.com/(\S+)",
         r"\b(?:Bearer|Basic) +((?=\S*[\d=])[\w+/.~=-]{8,})",
         r"[?&](?:X-Amz-(?:Signature|Credential|Security-Token)|sig|Signature)=([^\s&\"'<>]+)",
-        r"\bcurl\b[^\n|;]*?\s(?:-u|--user)[ =]?[\"']?[^\s:\"'$]+:((?!\$)[^\s\"']+)",
+        r"\bcurl\b[^\n|;]{0,500}?\s(?:-u|--user)[ =]?[\"']?[^\s:\"'$]{1,200}:((?!\$)[^\s\"']+)",
         r"(?i:\baws_secret_access_key)[\s=:]+[\"']?([\w+/]{8,})",
     )
 ]
-"""Shapes of secrets in a text. A group of each is the secret."""
+"""Shapes of secrets in a text. A group of each is the secret. What may repeat is bounded, so that long texts take linear time."""
 _ASSIGNMENT = re.compile(
     r"(?<![\w$/.-])(?:-{0,2}([A-Za-z][\w.-]*)\\?[\"']?(=|:[ ])|--(?!secrets? )([A-Za-z][\w-]*)(?: )+(?!-))"
     r"(?=(\\?[\"'])?((?![$(<{\"'\\]|~/)[^\s\"'`,;&)}\]\\]{4,}))"

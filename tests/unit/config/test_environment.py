@@ -102,7 +102,7 @@ def test_a_reference_has_the_value_of_a_variable_which_no_record_shows(
     ("override", "sentence"),
     [
         ("config.key=${env:MISSING_X}", "command line: config.key refers to ${env:MISSING_X}, but the environment has no such variable; "),
-        ("config.key=${env:SHORT}", "config.key refers to ${env:SHORT}, whose value is no secret, because it has fewer than 6 characters"),
+        ("config.key=${env:SHORT}", "config.key refers to ${env:SHORT}, whose value cannot be masked, because it has fewer than 6 "),
         ("data.train=s3://${env:PLANTED}/x", "data.train refers to ${env:PLANTED}, but a secret can stand only below config and trackers"),
         ("data.train=s3://of-no-shape/x", "data.train has the value of a secret in it, and every record of the run shows it; give the "),
         ("name=of-no-shape", "command line: name has the value of a secret in it"),

@@ -1,6 +1,7 @@
 """Tests of the tables of names and shapes that give a secret away, and of what only looks like one."""
 
 import json
+import time
 
 import pytest
 
@@ -77,6 +78,14 @@ def test_a_shape_is_masked(text: str) -> None:
 @pytest.mark.parametrize("text", sorted(HARMLESS_TEXTS))
 def test_a_harmless_text_stays(text: str) -> None:
     assert mask(f"before {text} after") == f"before {text} after"
+
+
+@pytest.mark.parametrize("piece", ["://a:", "https://a", "curl ", "a-", "password=a ", "eyJaaaaaaaa."])
+def test_a_long_text_takes_linear_time(piece: str) -> None:
+    """With a quadratic pattern, it takes 20 s."""
+    begin = time.process_time()
+    mask(piece * 20_000)
+    assert time.process_time() - begin < 5
 
 
 def test_the_rest_of_a_text_stays_readable() -> None:

@@ -2,12 +2,14 @@
 
 import io
 import json
+import pickle
 import subprocess
 import sys
 from pathlib import Path
 from urllib.parse import quote, quote_plus
 
 import pytest
+from ray import cloudpickle
 
 from undula.masking.output import MaskedStream
 from undula.masking.values import NAMES, declare, declared_in, forms_of, mask, mask_error, masked
@@ -66,7 +68,7 @@ def test_a_value_that_is_printed_in_pieces_is_masked() -> None:
     declare({"PHRASE": "open-sesame"})
     for end in range(1, len("open-sesame")):
         raw = io.StringIO()
-        stream = MaskedStream(raw)
+        stream = MaskedStream(raw, "stdout")
         for piece in ("now: open-sesame"[: 5 + end], "open-sesame"[end:], "\n"):
             stream.write(piece)
             stream.flush()
@@ -76,13 +78,18 @@ def test_a_value_that_is_printed_in_pieces_is_masked() -> None:
 def test_what_cannot_begin_a_secret_is_shown_when_it_is_flushed() -> None:
     declare({"PHRASE": "open-sesame"})
     raw = io.StringIO()
-    stream = MaskedStream(raw)
+    stream = MaskedStream(raw, "stdout")
     stream.write("\r 10% of all")
     stream.flush()
     assert raw.getvalue() == "\r 10% of all"
     stream.write(", then stop")
     stream.release()
     assert raw.getvalue() == "\r 10% of all, then stop"
+
+
+def test_an_object_with_the_stream_can_be_sent_to_another_process() -> None:
+    copy = pickle.loads(cloudpickle.dumps({"out": MaskedStream(sys.stderr, "stderr")}))
+    assert copy == {"out": sys.stderr}
 
 
 PROGRAM = """

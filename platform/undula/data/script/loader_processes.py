@@ -5,8 +5,9 @@ import multiprocessing
 import os
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from itertools import chain
 from multiprocessing import forkserver
 from multiprocessing.connection import wait
@@ -20,6 +21,7 @@ from undula.data.script.generators import kept_generators, on_host
 from undula.data.script.items import Items, Request
 from undula.errors import UsageError
 from undula.masking.output import mask_output
+from undula.masking.values import declare, declared
 
 PRELOADED = ["ray.cloudpickle", "undula.data.script.loader_processes"]
 """Modules that the fork server imports once, for all loader processes."""
@@ -159,7 +161,7 @@ class Loader:
         in_processes: dict[str, Any] = {
             "multiprocessing_context": self._context,
             "persistent_workers": True,
-            "worker_init_fn": _begin,
+            "worker_init_fn": partial(_begin, declared()),
         }
         return DataLoader(
             self._source,
@@ -268,11 +270,12 @@ def _unchanged(batch: Any) -> Any:
     return batch
 
 
-def _begin(worker_id: int) -> None:
-    """Mask what this loader process prints, and end it as soon as its rank ends.
+def _begin(secrets: Mapping[str, str], worker_id: int) -> None:
+    """Mask the rank's secrets in what this loader process prints, and end it as soon as the rank ends.
 
     torch looks only for the end of the fork server, and every 5 s.
     """
+    declare(secrets)
     mask_output()
     threading.Thread(target=_await_end_of_rank, daemon=True).start()
 

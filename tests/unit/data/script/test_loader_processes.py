@@ -23,6 +23,7 @@ from waiting import wait_until
 from undula.data.script.items import Items, requests
 from undula.data.script.loader_processes import MOST_LOSSES, Loader
 from undula.errors import UsageError
+from undula.masking.values import declare, mask
 from undula.plan.plan import Plan, PlanSpec
 from undula.state.processes import is_alive, send_signal
 
@@ -136,6 +137,20 @@ def test_no_micro_batch_is_lost_or_repeated_when_a_process_is_killed(loader: Loa
         (request, batch), (_, expected) = loader.next(), alone.next()
         assert request.collate_key == key
         assert all(torch.equal(batch[name], expected[name]) for name in expected)
+
+
+class Talkative(Drawn):
+    """Dataset that raises what its process shows of a secret."""
+
+    def __getitem__(self, index: int) -> Any:
+        raise KeyError(f"shown: {mask('of-no-shape')}")
+
+
+def test_loader_processes_know_the_secrets_of_their_rank(loader: Loader) -> None:
+    declare({"PHRASE": "of-no-shape"})  # after the fork server has started
+    from_step(loader, dataset=Talkative())
+    with pytest.raises(KeyError, match=r"shown: \*\*\*"):
+        loader.next()
 
 
 class Fatal(Drawn):
