@@ -3,6 +3,7 @@
 from dataclasses import fields
 from pathlib import Path
 
+import datasets
 import pytest
 import torch
 import transformers
@@ -118,6 +119,19 @@ def test_the_rate_of_an_optimizer_of_the_script_is_not_that_of_its_warmup(tmp_pa
         Trainer(model, args, train_dataset=Sequences(16), optimizers=(optimizer, warmup)).train()
 
     assert job_of_script(main, tmp_path).schedule.base_lr == 0.5
+
+
+def test_a_dataset_with_columns_that_the_model_does_not_take_keeps_its_fingerprint(tmp_path: Path) -> None:
+    """Hugging Face's Trainer removes them in the order of a set, which is another one in each process."""
+    rows = [{**row, "text": "", "idx": 0} for row in map(Sequences(16).__getitem__, range(16))]
+    data = datasets.Dataset.from_list(rows)
+
+    def main() -> None:
+        Trainer(tiny_gpt(), arguments(tmp_path / "out", eval_strategy="no"), train_dataset=data).train()
+
+    job = job_of_script(main, tmp_path)
+    assert job.script_data is not None
+    assert job.script_data.training.name == data._fingerprint
 
 
 def test_an_evaluation_dataset_without_a_length_is_refused_before_a_worker_starts(tmp_path: Path) -> None:

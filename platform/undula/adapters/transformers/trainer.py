@@ -157,7 +157,8 @@ class ElasticMixin(_Base):  # type: ignore[misc]
     def _give(self, run: Run) -> None:
         """Give the dataset and the model to a run."""
         dataset, collate = self._data(self.train_dataset, "training")
-        run.dataset(dataset, collate_fn=collate, num_workers=self.args.dataloader_num_workers)
+        name = getattr(self.train_dataset, "_fingerprint", None)  # without columns, it depends on the order of a set
+        run.dataset(dataset, collate_fn=collate, num_workers=self.args.dataloader_num_workers, name=name)
         self.model_wrapped = run.model(self.model)
 
     def _data(self, dataset: Any, description: str) -> tuple[Any, Any]:
