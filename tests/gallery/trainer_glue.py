@@ -76,8 +76,9 @@ def main():
         warmup_steps=4,
         weight_decay=0.01,
         eval_strategy="epoch",
-        save_strategy="best",
+        save_strategy="epoch",
         save_total_limit=1,
+        load_best_model_at_end=True,
         metric_for_best_model="f1",
         logging_steps=5,
         report_to="none",
@@ -120,8 +121,6 @@ def main():
     )
     train_result = trainer.train(resume_from_checkpoint=training_args.resume_from_checkpoint)
     metrics = train_result.metrics | {"train_samples": len(train_dataset)}
-    best = BertForSequenceClassification.from_pretrained(trainer.state.best_model_checkpoint)
-    trainer.model.load_state_dict(best.state_dict())
     trainer.save_model()
     trainer.log_metrics("train", metrics)
     trainer.save_metrics("train", metrics)

@@ -64,7 +64,6 @@ TRAINING_ARGUMENTS: Mapping[str, str] = {
     "restore_callback_states_from_checkpoint": "remove it: the state of callbacks is part of the run's",
     "enable_jit_checkpoint": "remove it: Undula saves the state on a notice",
     "save_on_each_node": "use an output_dir that all nodes share",
-    "load_best_model_at_end": "use save_strategy='best' and load the saved model after the run",
     "report_to": "set 'none'; `undula show`, TensorBoard and Prometheus have the run (docs/trackers.md)",
     **dict.fromkeys(("push_to_hub", "hub_token", "hub_private_repo", "hub_model_id", "hub_strategy"), _HUB),
     **dict.fromkeys(("hub_always_push", "hub_revision"), _HUB),

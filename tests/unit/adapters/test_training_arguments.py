@@ -2,6 +2,8 @@
 
 from dataclasses import fields
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import datasets
 import pytest
@@ -16,8 +18,9 @@ from undula.adapters import script
 from undula.adapters.refusals import TRAINING_ARGUMENTS
 from undula.adapters.transformers import ElasticMixin, Trainer, launch, trainer
 from undula.adapters.transformers.arguments import refuse_unsupported
-from undula.adapters.transformers.library import joined
+from undula.adapters.transformers.library import joined, require_on_all_ranks
 from undula.errors import SpecError, UsageError
+from undula.train.run import Run
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -32,8 +35,8 @@ HONOURED = """
     tf32 torch_empty_cache_steps logging_strategy logging_steps logging_first_step logging_nan_inf_filter log_on_each_node log_level
     log_level_replica disable_tqdm debug skip_memory_metrics run_name eval_strategy eval_steps eval_delay eval_on_start
     per_device_eval_batch_size prediction_loss_only eval_do_concat_batches eval_accumulation_steps include_for_metrics save_strategy
-    save_steps save_total_limit metric_for_best_model greater_is_better dataloader_num_workers remove_unused_columns label_names
-    length_column_name do_train do_eval do_predict"""
+    save_steps save_total_limit load_best_model_at_end metric_for_best_model greater_is_better dataloader_num_workers
+    remove_unused_columns label_names length_column_name do_train do_eval do_predict"""
 """Arguments that Hugging Face's own code honours under the loop of a run."""
 WITHOUT_EFFECT = """
     use_cpu local_rank save_only_model dataloader_pin_memory dataloader_persistent_workers ddp_find_unused_parameters ddp_backend
@@ -132,6 +135,14 @@ def test_a_dataset_with_columns_that_the_model_does_not_take_keeps_its_fingerpri
     job = job_of_script(main, tmp_path)
     assert job.script_data is not None
     assert job.script_data.training.name == data._fingerprint
+
+
+def test_a_best_model_that_a_rank_does_not_see_is_refused(tmp_path: Path) -> None:
+    run = cast(Run, SimpleNamespace(gather=lambda value: [value, False]))
+    with pytest.raises(
+        UsageError, match=r"load_best_model_at_end: rank 1 does not see the best model .*; set output_dir to"
+    ):
+        require_on_all_ranks(str(tmp_path), run)
 
 
 def test_an_evaluation_dataset_without_a_length_is_refused_before_a_worker_starts(tmp_path: Path) -> None:

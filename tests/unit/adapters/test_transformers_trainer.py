@@ -58,6 +58,13 @@ def lora() -> nn.Module:
 
 
 PLAIN = (transformers.Trainer, Trainer)
+FIRST_IS_BEST = {
+    "load_best_model_at_end": True,
+    "metric_for_best_model": "loss",
+    "greater_is_better": True,
+    "save_steps": 20,
+}
+"""Arguments with which the model at the end is that of the first evaluation, because its loss is the highest."""
 EPOCHS = {"max_steps": -1, "num_train_epochs": 2.5, "eval_strategy": "epoch", "logging_steps": 3, "eval_on_start": True}
 
 
@@ -69,8 +76,10 @@ EPOCHS = {"max_steps": -1, "num_train_epochs": 2.5, "eval_strategy": "epoch", "l
         (PLAIN, tiny_gpt, {"label_smoothing_factor": 0.1}),
         ((TheirWeighted, Weighted), tiny_gpt, {}),
         (PLAIN, tiny_gpt, EPOCHS),
+        (PLAIN, tiny_gpt, FIRST_IS_BEST),
+        (PLAIN, lora, FIRST_IS_BEST),
     ],
-    ids=["plain", "lora", "label smoothing", "own loss", "epochs"],
+    ids=["plain", "lora", "label smoothing", "own loss", "epochs", "best model", "best lora"],
 )
 def test_the_run_is_that_of_their_own_loop(
     tmp_path: Path, kinds: tuple[type, type], model: Callable[[], nn.Module], more: dict[str, Any]

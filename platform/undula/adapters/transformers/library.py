@@ -13,7 +13,7 @@ from transformers.trainer_pt_utils import nested_concat
 from undula.adapters.process_state import shared_state
 from undula.adapters.refusals import TRAINER_METHODS, refused_override
 from undula.adapters.script import Place
-from undula.errors import UsageError
+from undula.errors import SpecError, UsageError
 from undula.train.run import Run
 
 
@@ -43,6 +43,41 @@ def _two_joined(one: Any, other: Any) -> Any:
     if isinstance(one, list) and all(isinstance(item, Mapping) for item in one):
         return [*one, *other]
     return nested_concat(one, other, padding_index=-100)
+
+
+def check_lengths(evaluated: Any) -> None:
+    """Check that workers can share the datasets of evaluations.
+
+    Args:
+        evaluated: A dataset, several by name, or None.
+
+    Raises:
+        SpecError: One has no length.
+    """
+    named = (
+        {f"[{name!r}]": each for name, each in evaluated.items()} if isinstance(evaluated, dict) else {"=": evaluated}
+    )
+    for key, dataset in named.items():
+        if dataset is not None and not hasattr(dataset, "__len__"):
+            raise SpecError(
+                f"eval_dataset{key} of the Trainer has no length, so that workers cannot share it; pass a view of it with __len__ and "
+                "__getitem__"
+            )
+
+
+def require_on_all_ranks(folder: str, run: Run | None) -> None:
+    """Check that all ranks see a folder, because they would go on with different weights otherwise.
+
+    Raises:
+        UsageError: One does not.
+    """
+    assert run is not None
+    missing = [rank for rank, is_there in enumerate(run.gather(Path(folder).is_dir())) if not is_there]
+    if missing:
+        raise UsageError(
+            f"TrainingArguments.load_best_model_at_end: rank {missing[0]} does not see the best model {folder}; set output_dir to a folder "
+            "that all nodes share"
+        )
 
 
 def refuse_overrides(kind: type, mixin: type) -> None:

@@ -22,11 +22,13 @@ from undula.adapters.script import Offer, place
 from undula.adapters.transformers.arguments import job_settings, refuse_unsupported
 from undula.adapters.transformers.library import (
     PlannedBatches,
+    check_lengths,
     exported_state,
     is_of_datasets,
     joined,
     place_process,
     refuse_overrides,
+    require_on_all_ranks,
     shared_folder,
 )
 from undula.data.script.dataset import check_indexed
@@ -96,13 +98,7 @@ class ElasticMixin(_Base):  # type: ignore[misc]
         if self.train_dataset is not None:
             loading = "data_collator= and dataloader_num_workers"
             check_indexed(self.train_dataset, "train_dataset= of the Trainer is", loading, "use undula.main")
-        for name, dataset in self._evaluation_datasets().items():
-            if dataset is not None and not hasattr(dataset, "__len__"):
-                key = f"[{name!r}]" if isinstance(self.eval_dataset, dict) else "="
-                raise SpecError(
-                    f"eval_dataset{key} of the Trainer has no length, so that workers cannot share it; pass a view of it with __len__ and "
-                    "__getitem__"
-                )
+        check_lengths(self.eval_dataset)
         super()._validate_args()
 
     def train(self, resume_from_checkpoint: Any = None, trial: Any = None, **more: Any) -> TrainOutput:
@@ -132,8 +128,7 @@ class ElasticMixin(_Base):  # type: ignore[misc]
             return super().predict(*arguments, **more)
 
     def hyperparameter_search(self, *arguments: Any, **more: Any) -> Any:
-        instead = "start a study of the job (docs/studies.md)"
-        raise SpecError(f"Trainer.hyperparameter_search() does not run in a job; {instead}")
+        raise SpecError("Trainer.hyperparameter_search() does not run in a job; start a study of it (docs/studies.md)")
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Save the model in Hugging Face's format. Rank 0 writes it, and may call this alone; in a step's save, the others wait."""
@@ -349,6 +344,11 @@ class ElasticMixin(_Base):  # type: ignore[misc]
             }
             run.validated(means, len(self._evaluated.dataset))
         return metrics
+
+    def _load_best_model(self) -> None:
+        """Load the best model after the run, on all ranks."""
+        require_on_all_ranks(self.state.best_model_checkpoint, place().run)
+        super()._load_best_model()
 
     def _captured(self) -> dict[str, Any]:
         """Return the state of the trainer and of its callbacks that belongs to the run's."""
