@@ -106,7 +106,7 @@ def test_a_script_of_an_adapter_is_checked_and_then_trains_in_the_same_process(n
             "command line: torch sees no GPU in this process; set workers.gpus=0",
             marks=pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU"),
         ),
-        (("engine=horovod",), "command line: --in-process cannot be combined with engine=horovod; remove one of them"),
+        (("engine=horovod",), "command line: --in-process cannot be combined with engine=horovod; set engine=torch"),
     ],
 )
 def test_what_needs_a_cluster_is_refused(script: Path, arguments: tuple[str, ...], message: str) -> None:

@@ -98,15 +98,15 @@ class Run:
             collate_fn: Function that makes a micro-batch of a list of samples; by default that of torch's DataLoader.
             num_workers: Number of loader processes of each rank, for the training and for the validation data each; with 0, the rank
                 loads samples itself.
-            name: Name of the data, which must change when their content does; by default `data.name` of the YAML, or the fingerprint of a
-                `Dataset` of Hugging Face. Without any, a run notices only another length.
+            name: Name of the data, which must change when their content does; `data.name` of the YAML takes its place. By default, it is
+                the fingerprint of a `Dataset` of Hugging Face, or else a run notices only another length.
             loader_arguments: Other arguments of torch's DataLoader, all of which are refused because the plan decides them.
 
         Raises:
             UsageError: The run cannot use an argument, the driver got other data, `model` was called before, or the job's YAML names data.
         """
-        name = self._session.job.data.name if name is None else name
-        data = script_data(dataset, validation, name, num_workers, loader_arguments)
+        named = self._session.job.data.name or name
+        data = script_data(dataset, validation, named, num_workers, loader_arguments)
         validation_items = None if validation is None else Items(validation, collate_fn)
         self._parts.add_dataset(data, Items(dataset, collate_fn), validation_items)
 

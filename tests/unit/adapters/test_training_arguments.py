@@ -3,8 +3,10 @@
 import re
 from dataclasses import fields
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
+import datasets
 import pytest
 import torch
 import transformers
@@ -18,8 +20,9 @@ from undula.adapters.refusals import TRAINING_ARGUMENTS
 from undula.adapters.transformers import ElasticMixin, Trainer, launch, trainer
 from undula.adapters.transformers import TrainingArguments as PlannedTrainingArguments
 from undula.adapters.transformers.arguments import KNOWN, refuse_unsupported
-from undula.adapters.transformers.library import joined
+from undula.adapters.transformers.library import joined, require_on_all_ranks
 from undula.errors import SpecError, UsageError
+from undula.train.run import Run
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -196,6 +199,27 @@ def test_what_surrounds_their_loop_surrounds_that_of_a_run(tmp_path: Path, kind:
     assert watched.is_checkpointing
     assert watched.hooks_in_training - len(watched.model.get_input_embeddings()._forward_hooks) == 1
     assert [folder.name for folder in (tmp_path / "out").glob("checkpoint-*")] == ["checkpoint-2"]
+
+
+def test_a_dataset_with_columns_that_the_model_does_not_take_keeps_its_fingerprint(tmp_path: Path) -> None:
+    """Hugging Face's Trainer removes them in the order of a set, which is another one in each process."""
+    rows = [{**row, "text": "", "idx": 0} for row in map(Sequences(16).__getitem__, range(16))]
+    data = datasets.Dataset.from_list(rows)
+
+    def main() -> None:
+        Trainer(tiny_gpt(), arguments(tmp_path / "out", eval_strategy="no"), train_dataset=data).train()
+
+    job = job_of_script(main, tmp_path)
+    assert job.script_data is not None
+    assert job.script_data.training.name == data._fingerprint
+
+
+def test_a_best_model_that_a_rank_does_not_see_is_refused(tmp_path: Path) -> None:
+    run = cast(Run, SimpleNamespace(gather=lambda value: [value, False]))
+    with pytest.raises(
+        UsageError, match=r"load_best_model_at_end: rank 1 does not see the best model .*; set output_dir to"
+    ):
+        require_on_all_ranks(str(tmp_path), run)
 
 
 def test_an_evaluation_dataset_without_a_length_is_refused_before_a_worker_starts(tmp_path: Path) -> None:

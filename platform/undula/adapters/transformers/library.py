@@ -52,6 +52,21 @@ def _two_joined(one: Any, other: Any) -> Any:
     return nested_concat(one, other, padding_index=-100)
 
 
+def require_on_all_ranks(folder: str, run: Run | None) -> None:
+    """Check that all ranks see a folder, because they would go on with different weights otherwise.
+
+    Raises:
+        UsageError: One does not.
+    """
+    assert run is not None
+    missing = [rank for rank, is_there in enumerate(run.gather(Path(folder).is_dir())) if not is_there]
+    if missing:
+        raise UsageError(
+            f"TrainingArguments.load_best_model_at_end: rank {missing[0]} does not see the best model {folder}; set output_dir to a folder "
+            "that all nodes share"
+        )
+
+
 def refuse_overrides(kind: type, mixin: type) -> None:
     """Refuse a trainer with methods of its own in place of those of Hugging Face's loop that a run does not call.
 

@@ -34,6 +34,7 @@ from undula.adapters.transformers.library import (
     logged_by_script,
     place_process,
     refuse_overrides,
+    require_on_all_ranks,
     shared_folder,
 )
 from undula.adapters.transformers.older import OlderLoop
@@ -53,12 +54,8 @@ COUNTERS = (
     "_start_time",  # the mean loss and the speed at the end are those of the whole run
 )
 """Attributes of the trainer that belong to the state of a run."""
-
-
 HAS_PARTS = hasattr(transformers.Trainer, "_finalize_training")
-_Base: Any = (
-    object if HAS_PARTS else OlderLoop
-)  # so that a type checker does not look for what Hugging Face's classes have
+_Base: Any = object if HAS_PARTS else OlderLoop  # of type Any, as a type checker knows no class of Hugging Face
 
 
 class ElasticMixin(_Base):  # type: ignore[misc]
@@ -120,8 +117,7 @@ class ElasticMixin(_Base):  # type: ignore[misc]
             return super().predict(*arguments, **more)
 
     def hyperparameter_search(self, *arguments: Any, **more: Any) -> Any:
-        instead = "start a study of the job (docs/studies.md)"
-        raise SpecError(f"Trainer.hyperparameter_search() does not run in a job; {instead}")
+        raise SpecError("Trainer.hyperparameter_search() does not run in a job; start a study of it (docs/studies.md)")
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Save the model in Hugging Face's format. Rank 0 writes it, and may call this alone; in a step's save, the others wait."""
@@ -146,7 +142,8 @@ class ElasticMixin(_Base):  # type: ignore[misc]
     def _give(self, run: Run) -> None:
         """Give the dataset and the model to a run."""
         dataset, collate = self._data(self.train_dataset, "training")
-        run.dataset(dataset, collate_fn=collate, num_workers=self.args.dataloader_num_workers)
+        name = getattr(self.train_dataset, "_fingerprint", None)  # without columns, it depends on the order of a set
+        run.dataset(dataset, collate_fn=collate, num_workers=self.args.dataloader_num_workers, name=name)
         self.model_wrapped = run.model(self.model)
 
     def _data(self, dataset: Any, description: str) -> tuple[Any, Any]:
@@ -349,6 +346,11 @@ class ElasticMixin(_Base):  # type: ignore[misc]
         run, own = place().run, logged_by_script(self.state.log_history[-1])
         if run is not None and self._has_begun and own:
             run.log(own)
+
+    def _load_best_model(self) -> None:
+        """Load the best model after the run, on all ranks."""
+        require_on_all_ranks(self.state.best_model_checkpoint, place().run)
+        super()._load_best_model()
 
     def _captured(self) -> dict[str, Any]:
         """Return the state of the trainer and of its callbacks that belongs to the run's."""
