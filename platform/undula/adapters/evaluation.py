@@ -4,8 +4,9 @@ from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from undula.data.script.dataset import IndexedDataset
 from undula.data.script.items import Collate, Items, Request
@@ -99,15 +100,33 @@ class RankBatches:
         return Request(ids, keys, int(subkeys(key64("evaluation collate", seed), batch)))
 
 
-def metrics_of_batch(value: Any) -> Any:
-    """Return what a trainer gathers in a step, as a single process does. Trainers of TRL gather metrics there.
+_NOT_FOR_LOSS = UsageError(
+    "what accelerator.gather() returned in a training step is used for the loss, but a batch does not see the batches of other "
+    "processes; compute the loss from the batch alone, and gather for metrics only"
+)
+
+
+class Gathered(Tensor):
+    """What a step has gathered for metrics. It may not become a part of the loss, for which other batches would be missing."""
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        others = (leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor) and type(leaf) is not cls)
+        if torch.is_grad_enabled() and any(other.requires_grad for other in others):
+            raise _NOT_FOR_LOSS
+        return super().__torch_function__(function, types, args, kwargs or {})  # type: ignore[no-untyped-call]
+
+
+def refuse_gathered(loss: Tensor) -> None:
+    """Refuse a loss that is computed from what a step has gathered alone.
 
     Raises:
-        UsageError: The value has a gradient, so that it is part of a loss.
+        UsageError: It is.
     """
-    if any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in tree_leaves(value)):
-        raise UsageError(
-            "accelerator.gather() got a tensor with a gradient in a training step, where a batch does not see the batches of other "
-            "processes; compute the loss from the batch alone, or gather what is detached, for metrics"
-        )
-    return value
+    if isinstance(loss, Gathered):
+        raise _NOT_FOR_LOSS
+
+
+def metrics_of_batch(value: Any) -> Any:
+    """Return what a script gathers in a step, as a single process does, for metrics. Trainers of TRL gather metrics there."""
+    return tree_map_only(Tensor, lambda tensor: tensor.detach().as_subclass(Gathered), value)

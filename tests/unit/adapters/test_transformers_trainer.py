@@ -176,12 +176,21 @@ class GathersInSteps(Trainer):
         loss = super().compute_loss(model, inputs, *arguments, **more)
         value = loss[0] if isinstance(loss, tuple) else loss
         assert torch.equal(self.accelerator.gather_for_metrics(value.detach()), value.detach())
+        with torch.no_grad():
+            assert float(self.accelerator.gather(value).mean() + value) == 2 * float(value)
+        assert self.accelerator.gather(value).repeat(2).tolist() == [float(value)] * 2
         return loss
 
 
 class GathersForTheLoss(Trainer):
     def compute_loss(self, model: Any, inputs: Any, *arguments: Any, **more: Any) -> Any:
         return self.accelerator.gather(super().compute_loss(model, inputs, *arguments, **more))
+
+
+class GathersNegatives(Trainer):
+    def compute_loss(self, model: Any, inputs: Any, *arguments: Any, **more: Any) -> Any:
+        loss = super().compute_loss(model, inputs, *arguments, **more)
+        return loss - 0.1 * self.accelerator.gather(loss.detach())
 
 
 class GathersBetweenSteps(Trainer):
@@ -215,7 +224,8 @@ def test_what_a_step_gathers_for_metrics_is_that_of_its_own_batch(tmp_path: Path
         (ZeroesAfter, "zero_grad() was called after step.backward() in step 0"),
         (Clips, "clip_grad_norm_() changed a gradient of an open step"),
         (AddsLoss, "loss.backward() was called in step 0"),
-        (GathersForTheLoss, "accelerator.gather() got a tensor with a gradient in a training step"),
+        (GathersForTheLoss, "what accelerator.gather() returned in a training step is used for the loss"),
+        (GathersNegatives, "what accelerator.gather() returned in a training step is used for the loss"),
         (GathersBetweenSteps, "accelerator.gather() was called outside of a step and of an evaluation"),
     ],
 )

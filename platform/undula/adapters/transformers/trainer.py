@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 from transformers.trainer_utils import TrainOutput
 
-from undula.adapters.evaluation import RankBatches, kept_loader, metrics_of_batch
+from undula.adapters.evaluation import RankBatches, kept_loader, metrics_of_batch, refuse_gathered
 from undula.adapters.script import Offer, place
 from undula.adapters.transformers.arguments import job_settings, refuse_unsupported
 from undula.adapters.transformers.library import (
@@ -179,6 +179,7 @@ class ElasticMixin(_Base):  # type: ignore[misc]
     def _backward(self, loss: Tensor, **_: Any) -> None:
         """Run the backward pass of a micro-batch with its share of the step's loss."""
         assert self._step is not None
+        refuse_gathered(loss)
         self._step.backward(loss, share=self._share)
 
     def _get_num_items_in_batch(self, batch_samples: list[Any], device: torch.device) -> Tensor | None:
