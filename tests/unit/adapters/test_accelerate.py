@@ -59,6 +59,7 @@ def with_accelerate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Path]
     )
 
     def train(output: Path) -> list[float]:
+        AcceleratorState._reset_state(reset_partial_state=True)  # other tests leave one in this process
         monkeypatch.setattr(sys, "argv", [str(BEFORE), "--output_dir", str(output)])
         runpy.run_path(str(BEFORE), run_name="__main__")
         return losses
