@@ -69,6 +69,7 @@ def main():
     parser = HfArgumentParser((ModelArguments, DataTrainingArguments, TrainingArguments))
     parser.set_defaults(
         output_dir="glue",
+        num_train_epochs=6,
         per_device_train_batch_size=4,
         learning_rate=3e-3,
         lr_scheduler_type="cosine",

@@ -38,6 +38,7 @@ from undula.adapters.transformers.library import (
     shared_folder,
 )
 from undula.adapters.transformers.older import OlderLoop
+from undula.data.script.dataset import fingerprint_of
 from undula.data.script.loader_processes import Loader
 from undula.errors import SpecError, UsageError
 from undula.parallel.random_state import kept_random_state
@@ -142,7 +143,7 @@ class ElasticMixin(_Base):  # type: ignore[misc]
     def _give(self, run: Run) -> None:
         """Give the dataset and the model to a run."""
         dataset, collate = self._data(self.train_dataset, "training")
-        name = getattr(self.train_dataset, "_fingerprint", None)  # without columns, it depends on the order of a set
+        name = fingerprint_of(self.train_dataset)  # without columns, it depends on the order of a set
         run.dataset(dataset, collate_fn=collate, num_workers=self.args.dataloader_num_workers, name=name)
         self.model_wrapped = run.model(self.model)
 

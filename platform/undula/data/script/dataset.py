@@ -66,15 +66,19 @@ def script_data(
 
 
 def _identified(dataset: object, name: str | None = None) -> IndexedData:
-    """Return the length and the identity of a dataset.
-
-    The identity is the given name, or else the attribute `_fingerprint`, by which Hugging Face's `datasets` identify their content.
+    """Return the length and the identity of a dataset: the given name, or else its fingerprint.
 
     Raises:
         UsageError: The object is not a dataset that can be read by index.
     """
     check_indexed(dataset)
-    return IndexedData(len(dataset), name or str(getattr(dataset, "_fingerprint", None) or ""))  # type: ignore[arg-type]
+    return IndexedData(len(dataset), name or fingerprint_of(dataset) or "")  # type: ignore[arg-type]
+
+
+def fingerprint_of(dataset: object) -> str | None:
+    """Return the text by which Hugging Face's `datasets` identify the content of a dataset; None if it has none."""
+    fingerprint = getattr(dataset, "_fingerprint", None)
+    return str(fingerprint) if fingerprint else None
 
 
 def check_indexed(
