@@ -1,7 +1,7 @@
 """Parts of Hugging Face's libraries as the Trainer uses them: the state of the process, datasets, callbacks and results of batches."""
 
 from collections.abc import Mapping, Sequence
-from functools import partial, reduce
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,8 @@ from transformers.trainer_pt_utils import nested_concat
 from undula.adapters.process_state import shared_state
 from undula.adapters.refusals import TRAINER_METHODS, refused_override
 from undula.adapters.script import Place
-from undula.errors import UsageError
+from undula.data.script.dataset import check_indexed
+from undula.errors import SpecError, UsageError
 from undula.train.run import Run
 
 
@@ -55,10 +56,31 @@ def refuse_overrides(kind: type, mixin: type) -> None:
     Raises:
         UsageError: It has one.
     """
-    for method in filter(partial(hasattr, transformers.Trainer), TRAINER_METHODS):
+    for method in [method for method in TRAINER_METHODS if hasattr(transformers.Trainer, method)]:
         owner = next(base for base in kind.__mro__ if base is not mixin and method in vars(base))
         if owner is not transformers.Trainer:
             raise refused_override(owner, method, TRAINER_METHODS)
+
+
+def check_datasets(train: Any, evaluation: Any) -> None:
+    """Check that a run can use the datasets of a trainer.
+
+    Raises:
+        UndulaError: It cannot use one of them.
+    """
+    loading = "data_collator= and dataloader_num_workers"
+    check_indexed(train, "train_dataset= of the Trainer is", loading, "use undula.main")
+    named = (
+        {f"[{name!r}]": each for name, each in evaluation.items()}
+        if isinstance(evaluation, dict)
+        else {"=": evaluation}
+    )
+    for key, dataset in named.items():
+        if dataset is not None and not hasattr(dataset, "__len__"):
+            raise SpecError(
+                f"eval_dataset{key} of the Trainer has no length, so that workers cannot share it; pass a view of it with __len__ and "
+                "__getitem__"
+            )
 
 
 def exported_state(callback: Any) -> dict[str, Any]:

@@ -26,6 +26,7 @@ from undula.adapters.script import Offer, place
 from undula.adapters.transformers.arguments import job_settings, refuse_unsupported
 from undula.adapters.transformers.library import (
     PlannedBatches,
+    check_datasets,
     exported_state,
     is_of_datasets,
     joined,
@@ -34,7 +35,6 @@ from undula.adapters.transformers.library import (
     shared_folder,
 )
 from undula.adapters.transformers.older import OlderLoop
-from undula.data.script.dataset import check_indexed
 from undula.data.script.loader_processes import Loader
 from undula.errors import SpecError, UsageError
 from undula.parallel.random_state import kept_random_state
@@ -55,10 +55,8 @@ MEASURED = ("_runtime", "_per_second", "_model_preparation_time")
 """Ends of the names of metrics that are durations, which differ from rank to rank."""
 
 
-HAS_PARTS = hasattr(transformers.Trainer, "_finalize_training")
-_Base: Any = (
-    object if HAS_PARTS else OlderLoop
-)  # so that a type checker does not look for what Hugging Face's classes have
+# Any, so that a type checker does not look for what Hugging Face's classes have.
+_Base: Any = object if hasattr(transformers.Trainer, "_finalize_training") else OlderLoop
 
 
 class ElasticMixin(_Base):  # type: ignore[misc]
@@ -138,26 +136,10 @@ class ElasticMixin(_Base):  # type: ignore[misc]
             return
         if self.train_dataset is None:
             raise SpecError("the Trainer has no train_dataset, but a job trains; give it one")
-        self._check_datasets()
+        check_datasets(self.train_dataset, self.eval_dataset)
         base_lr = self.optimizer.param_groups[0]["lr"] if self.optimizer else self.args.learning_rate
         size = len(self.train_dataset)
         raise Offer(job_settings(self.args, size, here.virtual_workers, base_lr) if size else {}, self._give)
-
-    def _check_datasets(self) -> None:
-        """Check that a run can use the datasets.
-
-        Raises:
-            UndulaError: It cannot use one of them.
-        """
-        loading = "data_collator= and dataloader_num_workers"
-        check_indexed(self.train_dataset, "train_dataset= of the Trainer is", loading, "use undula.main")
-        for name, dataset in self._evaluation_datasets().items():
-            if dataset is not None and not hasattr(dataset, "__len__"):
-                key = f"[{name!r}]" if isinstance(self.eval_dataset, dict) else "="
-                raise SpecError(
-                    f"eval_dataset{key} of the Trainer has no length, so that workers cannot share it; pass a view of it with __len__ and "
-                    "__getitem__"
-                )
 
     def _give(self, run: Run) -> None:
         """Give the dataset and the model to a run."""
@@ -307,10 +289,8 @@ class ElasticMixin(_Base):  # type: ignore[misc]
 
     def _is_normalized(self, items: Tensor | None) -> bool:
         """Return whether a micro-batch's loss is already its part of the step's loss, as `training_step` decides it."""
-        stated = getattr(
-            self, "loss_is_scaled_for_ga", None
-        )  # the class of a script may have it where Hugging Face's does not
-        if stated is not None:
+        # The class of a script may have this where Hugging Face's does not.
+        if (stated := getattr(self, "loss_is_scaled_for_ga", None)) is not None:
             return bool(stated)
         return (self.model_accepts_loss_kwargs and items is not None) or self.compute_loss_func is not None
 
