@@ -103,7 +103,6 @@ ALLOWED: Mapping[str, Mapping[str, str]] = {
         "_initial_global_step": "adapters.transformers.trainer",
         "_initial_num_input_tokens_seen": "adapters.transformers.trainer",
         "_inner_training_loop": "adapters.refusals adapters.transformers.trainer",
-        "_load_best_model": "adapters.transformers.trainer",
         "_maybe_log_save_evaluate": "adapters.transformers.trainer",
         "_load_best_model": "adapters.transformers.older adapters.transformers.trainer",
         "_memory_tracker": "adapters.transformers.older",

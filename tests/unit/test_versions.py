@@ -7,6 +7,7 @@ import sys
 import tomllib
 from pathlib import Path
 
+import private_names
 import pytest
 from packaging.requirements import Requirement
 
@@ -31,6 +32,13 @@ def test_pip_installs_the_tested_versions_and_no_compromised_one() -> None:
 def test_the_documentation_has_the_tested_versions() -> None:
     rows = re.findall(r"^\| `([\w-]+)`.*\| ([\d.]+) \| ([\d.]+) \|$", (ROOT / "docs" / "migrate.md").read_text(), re.M)
     assert {name: (oldest, newest) for name, oldest, newest in rows} == TESTED
+
+
+def test_private_names_are_listed_for_the_newest_version() -> None:
+    listed = dict(key.split() for key in private_names.ALLOWED)
+    assert {name: listed[name] for name in TESTED.keys() & listed.keys()} == {
+        name: TESTED[name][1] for name in TESTED.keys() - {"lightning"}
+    }
 
 
 @pytest.mark.parametrize(

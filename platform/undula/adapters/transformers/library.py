@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Mapping, Sequence
-from functools import partial, reduce
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
@@ -77,7 +77,7 @@ def refuse_overrides(kind: type, mixin: type) -> None:
     Raises:
         UsageError: It has one.
     """
-    for method in filter(partial(hasattr, transformers.Trainer), TRAINER_METHODS):
+    for method in [method for method in TRAINER_METHODS if hasattr(transformers.Trainer, method)]:
         owner = next(base for base in kind.__mro__ if base is not mixin and method in vars(base))
         if owner is not transformers.Trainer:
             raise refused_override(owner, method, TRAINER_METHODS)

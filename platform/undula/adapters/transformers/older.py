@@ -12,13 +12,6 @@ from transformers.trainer_utils import TrainOutput, speed_metrics
 class OlderLoop:
     """The beginning and the end of the loop, with the names and the effects that they have where they are methods of the Trainer."""
 
-    args: Any
-    state: Any
-    control: Any
-    model: Any
-    callback_handler: Any
-    is_in_train: bool
-
     def _init_training_state(
         self: Any, max_steps: int, per_epoch: int, epochs: int, checkpoint: None, trial: None
     ) -> None:

@@ -291,10 +291,8 @@ class ElasticMixin(_Base):  # type: ignore[misc]
 
     def _is_normalized(self, items: Tensor | None) -> bool:
         """Return whether a micro-batch's loss is already its part of the step's loss, as `training_step` decides it."""
-        stated = getattr(
-            self, "loss_is_scaled_for_ga", None
-        )  # the class of a script may have it where Hugging Face's does not
-        if stated is not None:
+        # The class of a script may have this where Hugging Face's does not.
+        if (stated := getattr(self, "loss_is_scaled_for_ga", None)) is not None:
             return bool(stated)
         return (self.model_accepts_loss_kwargs and items is not None) or self.compute_loss_func is not None
 
