@@ -22,14 +22,12 @@ _WHOLE = "remove it; a run takes all batches of its plan"
 
 ACCELERATOR_ARGUMENTS: Mapping[str, str] = {
     "step_scheduler_with_optimizer": "leave it True, with a scheduler that counts steps",
-    "log_with": "remove it; what accelerator.log() gets is in the ledger and on TensorBoard, and the job has trackers of its own",
-    "project_dir": "remove it; checkpoints and logs are in the run directory",
-    "project_config": "remove it; checkpoints and logs are in the run directory, and checkpoint.keep limits their number",
+    "log_with": "remove it, or set 'tensorboard'; what accelerator.log() gets is in the ledger and on TensorBoard, and trackers in the "
+    "job's YAML send it elsewhere",
     "cpu": "remove it; workers train on the CPU if workers.gpus is 0 or the cluster has no GPU",
     "device_placement": "leave it True",
-    "dataloader_config": "pass split_batches= to Accelerator itself; the plan decides the rest",
     "gradient_accumulation_plugin": "pass gradient_accumulation_steps= to Accelerator itself",
-    "kwargs_handlers": "remove it; the job's YAML has precision.loss_scale and gradient.compression",
+    "kwargs_handlers": "remove those that change what is computed; the job's YAML has precision.loss_scale and gradient.compression",
     "rng_types": "remove it; random numbers are keyed by plan.seed",
     **dict.fromkeys(("dynamo_backend", "dynamo_plugin"), "set compile in the job's YAML"),
     **dict.fromkeys(("deepspeed_plugin", "deepspeed_plugins"), _SHARD),

@@ -6,6 +6,13 @@ from typing import Any
 
 import pytest
 import torch
+from accelerate.utils import (
+    DataLoaderConfiguration,
+    DDPCommunicationHookType,
+    DistributedDataParallelKwargs,
+    InitProcessGroupKwargs,
+    ProjectConfiguration,
+)
 from accelerate_kit import ROWS, Loop, changed, job_of, train
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset, WeightedRandomSampler
@@ -118,6 +125,11 @@ class Streamed:
         (Loop(step_scheduler_with_optimizer=False), "Accelerator does not take step_scheduler_with_optimizer=; leave"),
         (Loop(even=True), "Accelerator got even=, which it does not know"),
         (Loop(split_batches=True, cpu=False, project_dir=None), ""),
+        (Loop(log_with="tensorboard", project_dir="logs", project_config=ProjectConfiguration("here", total_limit=2),
+              kwargs_handlers=[DistributedDataParallelKwargs(find_unused_parameters=True), InitProcessGroupKwargs()],
+              dataloader_config=DataLoaderConfiguration(split_batches=True)), ""),
+        (Loop(kwargs_handlers=[DistributedDataParallelKwargs(comm_hook=DDPCommunicationHookType.FP16)]), "Accelerator does not take kwa"),
+        (Loop(dataloader_config=DataLoaderConfiguration(even_batches=False)), "Accelerator got a dataloader_config with even"),
         (changed("loader", lambda: DataLoader(Endless(), batch_size=2)), "accelerator.prepare() got a DataLoader of an It"),
         (changed("loader", lambda: DataLoader(Streamed(), batch_size=2)), "accelerator.prepare() got a DataLoader of an It"),
         (changed("loader", Endless), "accelerator.prepare() got an IterableDataset, whose samples have no index"),

@@ -27,7 +27,7 @@ from undula.train.run import Run
 
 PRECISIONS: Mapping[str, Compute] = {"no": "fp32", "fp16": "fp16", "bf16": "bf16"}
 """Values of `precision.compute` by those of `mixed_precision`."""
-DEFAULTS: Mapping[str, object] = dict.fromkeys(ACCELERATOR_ARGUMENTS) | {
+DEFAULTS: Mapping[str, object] = dict.fromkeys((*ACCELERATOR_ARGUMENTS, "project_dir", "project_config")) | {
     "step_scheduler_with_optimizer": True,
     "device_placement": True,
     "cpu": False,
@@ -45,7 +45,8 @@ class Accelerator(Processes):
         gradient_accumulation_steps: Number of batches of each virtual worker in a step.
         step_scheduler_with_optimizer: True, because the run advances the scheduler in each step.
         split_batches: Whether the virtual workers share a batch of a DataLoader, instead of taking one each.
-        others: Other arguments of Accelerate's class, all of which are refused unless they have their default values.
+        dataloader_config: DataLoaderConfiguration of Accelerate, whose `split_batches` counts; the plan decides the rest.
+        others: Other arguments of Accelerate's class, which are refused unless they have no effect in a run or their default values.
 
     Raises:
         UsageError: The run cannot do what an argument asks for, or the script was not launched.
@@ -58,10 +59,22 @@ class Accelerator(Processes):
         gradient_accumulation_steps: int = 1,
         step_scheduler_with_optimizer: bool = True,
         split_batches: bool = False,
-        **others: object,
+        dataloader_config: Any = None,
+        **others: Any,
     ):
         others["step_scheduler_with_optimizer"] = step_scheduler_with_optimizer
+        others["kwargs_handlers"] = [
+            each for each in others.get("kwargs_handlers") or () if not _is_harmless(each)
+        ] or None
+        if others.get("log_with") in ("tensorboard", ["tensorboard"]):
+            others["log_with"] = None
         refuse_arguments("Accelerator", others, DEFAULTS, ACCELERATOR_ARGUMENTS)
+        if dataloader_config is not None:
+            split_batches |= dataloader_config.split_batches
+            if not dataloader_config.even_batches:
+                raise UsageError(
+                    "Accelerator got a dataloader_config with even_batches=False; leave it True, the plan decides what an uneven step has"
+                )
         if mixed_precision not in (None, *PRECISIONS):
             raise UsageError(
                 f"Accelerator got mixed_precision={mixed_precision!r}; set it to one of {', '.join(map(repr, PRECISIONS))}"
@@ -299,3 +312,10 @@ def _require_first(prepared: object, what: str) -> None:
     """
     if prepared is not None:
         raise UsageError(f"accelerator.prepare() got a second {what}, because a run has one")
+
+
+def _is_harmless(handler: Any) -> bool:
+    """Return whether a handler of Accelerate is about processes alone, and not about what they compute."""
+    if type(handler).__name__ == "DistributedDataParallelKwargs":
+        return str(handler.comm_hook.value) == "no"
+    return type(handler).__name__ == "InitProcessGroupKwargs"
