@@ -31,8 +31,8 @@ def test_the_main_job_trains_and_workers_come_and_go_with_a_version_of_ray(
     minor: str, text: str, tmp_path: Path
 ) -> None:
     python = environment("ray", minor, "ray[data,default,train]")
-    elastic = ("tests/unit/elastic", "tests/integration/test_plain_script.py", "tests/chaos/test_elastic.py")
-    succeed(python, "-m", "pytest", *elastic)
+    on_clusters = ("integration/test_plain_script.py", "chaos/test_elastic.py", "chaos/test_autoscaler.py")
+    succeed(python, "-m", "pytest", "tests/unit/elastic", *(f"tests/{name}" for name in on_clusters))
     data = (f"data.train={text}/train", f"data.validation={text}/validation")
     run = ("jobs/language_model.yaml", f"runs={tmp_path}", *data, *PLAN, *MODEL, "plan.max_steps=3")
     assert "language-model" in succeed(python, "-m", "undula.cli", "run", *run)
