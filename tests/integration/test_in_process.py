@@ -86,6 +86,21 @@ def test_an_exception_keeps_its_traceback_and_is_recorded(script: Path) -> None:
     assert "of the script" in failure.error
 
 
+def test_work_after_the_last_step_that_has_failed_is_done_again(script: Path) -> None:
+    def run(after: str) -> "subprocess.CompletedProcess[str]":
+        script.write_text(SCRIPT.replace("breakpoint()", "").replace("        AT_STEP", f"    {after}"))
+        return run_here(str(script.with_suffix(".yaml")))
+
+    failed = run("raise KeyError('predictions')")
+    assert failed.returncode == 1
+    assert "The run finished after 2 steps." in failed.stdout
+    again = run("print('predictions written')")
+    assert again.returncode == 0
+    assert "predictions written" in again.stdout
+    done = run("print('predictions written')")
+    assert "is finished, so there is nothing to do" in done.stdout
+
+
 @pytest.mark.parametrize("name", ["accelerate_cv", "lightning_autoencoder"])
 def test_a_script_of_an_adapter_is_checked_and_then_trains_in_the_same_process(name: str, tmp_path: Path) -> None:
     gallery = Path(__file__).parents[1] / "gallery"

@@ -18,7 +18,8 @@ from undula.parallel.precision import cpu_problem
 from undula.plan.plan import Plan, PlanSpec
 from undula.state.commit import Commit, find_commits
 from undula.state.directory import JOB_FILE, STUDY_FILE
-from undula.state.ledger import has_steps
+from undula.state.events import EndEvent, FailEvent
+from undula.state.ledger import decode_events, has_steps, read_ledger
 from undula.state.model_state import check_shapes
 from undula.storage import Store, open_store
 from undula.telemetry.tracker import Tracker
@@ -76,8 +77,16 @@ def prepare(loaded: LoadedSpec, train: Callable[[Run], None], fresh: bool) -> Pr
     is_at_end = newest is not None and (
         newest.step >= plan.total_steps or bool(newest.results.reason_to_stop(loaded.spec.stop))
     )
-    is_finished = is_at_end and newest is not None and not newest.damage(store, sorted(newest.files))
+    is_finished = (
+        is_at_end and newest is not None and not newest.damage(store, sorted(newest.files)) and not _has_failed(store)
+    )
     return Prepared(store, plan, is_finished, examined.script_data, trackers)
+
+
+def _has_failed(store: Store) -> bool:
+    """Return whether the script has failed in its work after the last step, which it then does again."""
+    last = [event for event in decode_events(read_ledger(store).events) if isinstance(event, EndEvent | FailEvent)][-1:]
+    return any(isinstance(event, FailEvent) for event in last)
 
 
 def examine(train: Callable[[Run], None], loaded: LoadedSpec, stored: StoredData | None) -> Examined:

@@ -223,6 +223,25 @@ def test_an_elastic_batch_takes_the_samples_of_several_steps(tmp_path: Path) -> 
     assert steps["merged_steps"].to_pylist() == [2, 2, 2, 2, 1]
 
 
+@pytest.mark.parametrize(("num_workers", "rows"), [(0, 120), (0, 90), (1, 120)])
+def test_a_dataset_that_changes_its_length_is_refused(tmp_path: Path, num_workers: int, rows: int) -> None:
+    job = drawn_job(tmp_path, num_workers, epochs=2)
+    job = replace(job, script_data=ScriptData(IndexedData(ROWS, ""), None, num_workers))
+
+    def train(run: Run) -> None:
+        data = Drawn()
+        run.dataset(data, num_workers=num_workers)
+        model = run.model(nn.Linear(1, 1))
+        run.optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+        for step in run.steps():
+            data._rows = ROWS if step.epoch == 0 else rows
+            for batch in step.batches():
+                step.backward(model(batch["x"]).mean())
+            step.update()
+
+    assert refusal(job, train).startswith(f"the dataset has {rows} samples now, but had {ROWS} when the run began")
+
+
 class Prepared(Drawn):
     """Dataset whose fingerprint is another one in every process, as after a map with a function that closes over its arguments."""
 

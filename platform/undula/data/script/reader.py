@@ -6,6 +6,7 @@ from undula.data.reader import Samples
 from undula.data.script.generators import kept_generators
 from undula.data.script.items import Items, Purpose, any_request, requests
 from undula.data.script.loader_processes import Loader
+from undula.errors import UsageError
 from undula.plan.plan import Plan
 
 
@@ -24,6 +25,7 @@ class ScriptReader:
     def __init__(self, items: Items, loader: Loader, plan: Plan, virtual_workers: range, start: int, purpose: Purpose):
         self._items = items
         self._loader = loader
+        self._num_samples = plan.num_rows
         self._requests = requests(plan, virtual_workers, start, purpose)
         self._is_open = self._has_begun = False
 
@@ -33,6 +35,11 @@ class ScriptReader:
             self._loader.begin(self._items, self._requests)
 
     def take(self, virtual_worker: int, count: int) -> Samples:
+        if len(self._items) != self._num_samples:
+            raise UsageError(
+                f"the dataset has {len(self._items)} samples now, but had {self._num_samples} when the run began, by which it is planned; "
+                "keep the length, for example by drawing as many samples for each epoch"
+            )
         if self._is_open and (not self._has_begun or self._loader.begins_epoch):
             self._loader.renew()  # the script may have changed the dataset, as with `dataset.set_epoch(epoch)`
         self.open()
