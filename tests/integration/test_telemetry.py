@@ -148,6 +148,8 @@ def train(run):
     model = run.model(torch.nn.Embedding(256, 256))
     run.optimizer(torch.optim.SGD(model.parameters(), lr=run.base_lr))
     print("hello from the loop")
+    logging.basicConfig(format="%(name)s %(levelname)s: %(message)s", level=logging.INFO)
+    logging.getLogger("script").info("a line of the script")
     logging.getLogger("script").warning("a warning of the script")
     for step in run.steps():
         for batch in step.batches():
@@ -176,7 +178,8 @@ def test_output_and_errors_of_the_training_loop_are_shown_and_an_error_fails_the
     assert done.status == 2
     assert "rank 0: hello from the loop" in done.out
     assert "rank 1: hello from the loop" in done.out
-    assert "rank 1: a warning of the script" in done.out
+    assert "rank 1: script INFO: a line of the script" in done.out
+    assert "rank 1: script WARNING: a warning of the script" in done.out
     assert "pid=" not in done.out + done.err
     assert re.search(r"undula: step 2 ended without step.update\(\); .* \(script.py:\d+\)$", done.err.strip())
     assert "Traceback" not in done.err

@@ -1,5 +1,6 @@
 """Hub of a run: an actor that carries messages from the workers and the controller to the driver, and marks the run as active."""
 
+import logging
 import sys
 import threading
 from collections import deque
@@ -146,6 +147,13 @@ class _Tee:
 _tees = {"stdout": _Tee(), "stderr": _Tee()}
 
 
+def _without_handlers_of_ray() -> None:
+    """Leave the root logger to the script: with Ray's handlers and level there, `logging.basicConfig` would do nothing."""
+    for handler in [each for each in logging.root.handlers if type(each).__module__.partition(".")[0] == "ray"]:
+        logging.root.removeHandler(handler)
+        logging.root.setLevel(logging.WARNING)
+
+
 @contextmanager
 def output_to_driver(publish: Publisher, rank: int) -> Iterator[None]:
     """Send each line that this process prints in a block to the driver as well, so that the user sees what a script prints and logs.
@@ -154,6 +162,7 @@ def output_to_driver(publish: Publisher, rank: int) -> Iterator[None]:
         publish: Callback that receives the lines.
         rank: Rank of this process.
     """
+    _without_handlers_of_ray()
     for name, tee in _tees.items():
         tee.begin(getattr(sys, name), publish, rank)
         setattr(sys, name, tee)
