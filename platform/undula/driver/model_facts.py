@@ -214,9 +214,12 @@ class _Probe:
         if self._plan is not None:
             return
         if error is not None:
+            fix = "make the dataset readable on this machine"
+            if isinstance(error, SystemExit):
+                fix = "if it has a command line of its own, move its arguments to the section config of the YAML"
             self.refusal = SpecError(
                 f"the script failed with {type(error).__name__}: {' '.join(str(error).split())} before run.dataset(), to which the driver "
-                f"runs it for the number of samples; make the dataset readable on this machine{_instead_of_lightnings_fit()}"
+                f"runs it for the number of samples; {fix}{_instead_of_lightnings_fit()}"
             )
         else:
             self.refusal = SpecError(
