@@ -116,6 +116,15 @@ class Gathered(Tensor):
             raise _NOT_FOR_LOSS
         return super().__torch_function__(function, types, args, kwargs or {})  # type: ignore[no-untyped-call]
 
+    def __format__(self, form: str) -> str:
+        return format(self.item(), form) if self.ndim == 0 else str(self)
+
+    def __deepcopy__(self, memo: Any) -> Tensor:
+        return torch.tensor(self.tolist(), dtype=self.dtype)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return torch.tensor, (self.tolist(),)
+
 
 def refuse_gathered(loss: Tensor) -> None:
     """Refuse a loss that is computed from what a step has gathered alone.

@@ -29,8 +29,8 @@ class Name(NamedTuple):
 
 
 _TEXT = r"(?s:.+)"
-_CREDENTIAL = r"(?=[^a-z]*[a-z])(?=\D*\d)[^\s<>\[\]{}|]{8,}|[^\s<>\[\]{}|_]{20,}"
-"""A text of a service, and no word or count, such as `char` or `300B`."""
+_CREDENTIAL = r"(?![-+]?\d[\d.,_]{0,11}(?:e[-+]?\d+)?[a-z/%]{0,5}$)(?=[^a-z]*[a-z])(?=\D*\d)[^\s<>\[\]{}|]{8,}|[^\s<>\[\]{}|_]{20,}"
+"""A text of a service, and no word, number or count, such as `char`, `1.2e+08` or `300B`."""
 _RANDOM = r"(?s:.*)(?:(?<![a-z\d])(?=[a-z]*\d)(?=\d*[a-z])[a-z\d]{16,}|[\da-f]{8}(?:-[\da-f]{4}){3}-)(?s:.*)"
 NAMES = (
     Name(
@@ -82,7 +82,7 @@ SHAPES = [
 ]
 """Shapes of secrets in a text. A group of each is the secret. What may repeat is bounded, so that long texts take linear time."""
 _ASSIGNMENT = re.compile(
-    r"(?<![\w$/.-])(?:-{0,2}([A-Za-z][\w.-]*)\\?[\"']?(=|:[ ])|--(?!secrets? )([A-Za-z][\w-]*)(?: )+(?!-))"
+    r"(?<![\w$/.-])(?:-{0,2}([A-Za-z][\w.-]{0,120})\\?[\"']?(=|:[ ])|--(?!secrets? )([A-Za-z][\w-]*)(?: )+(?!-))"
     r"(?=(\\?[\"'])?((?![$(<{\"'\\]|~/)[^\s\"'`,;&)}\]\\]{4,}))"
 )
 """A name and its value in a text, such as a command. A value that the shell looks up is no value. The value of one name may be the next

@@ -1,6 +1,8 @@
 """Tests of LightningModules under the loop of a run: the losses and hooks of Lightning's own Trainer, exact resumes, and refusals."""
 
+import pickle
 import sys
+import threading
 import warnings
 from collections.abc import Callable
 from inspect import signature
@@ -19,6 +21,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader, TensorDataset
 
 from undula.adapters.lightning import Trainer, fit
+from undula.adapters.lightning.hooks import Hooks
 from undula.adapters.lightning.trainer import WITHOUT_EFFECT
 from undula.adapters.refusals import LIGHTNING_TRAINER
 from undula.errors import SpecError, UsageError
@@ -313,3 +316,7 @@ def test_a_collate_function_of_the_module_works_in_loader_processes(tmp_path: Pa
         return train_module(make, folder).steps["loss"].to_pylist()
 
     assert losses(1) == losses(0)
+    module = tiny()()
+    hooks = Hooks(module, {"train_dataloader": None, "val_dataloader": None}, None, (), 0, torch.device("cpu"))
+    hooks.trainer.recorder.step = threading.Lock()  # type: ignore[assignment]  # a step holds process groups
+    assert len(pickle.dumps(module)) < 100_000

@@ -1,7 +1,9 @@
 """Tests of Hugging Face's Trainer under the loop of a run: equal to their own loop, at any world size, and after any interruption."""
 
 import atexit
+import copy
 import os
+import pickle
 import subprocess
 import sys
 from collections.abc import Callable
@@ -178,7 +180,10 @@ class GathersInSteps(Trainer):
         assert torch.equal(self.accelerator.gather_for_metrics(value.detach()), value.detach())
         with torch.no_grad():
             assert float(self.accelerator.gather(value).mean() + value) == 2 * float(value)
-        assert self.accelerator.gather(value).repeat(2).tolist() == [float(value)] * 2
+        gathered = self.accelerator.gather(value)
+        assert gathered.repeat(2).tolist() == [float(value)] * 2
+        assert f"{gathered.mean():.3f}" == f"{value.mean():.3f}"
+        assert type(copy.deepcopy(gathered)) is type(pickle.loads(pickle.dumps(gathered))) is torch.Tensor
         return loss
 
 

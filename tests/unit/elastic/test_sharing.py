@@ -73,7 +73,7 @@ class Clock:
 def test_a_run_gives_its_workers_back_for_a_while_and_then_starts_them_again(monkeypatch: pytest.MonkeyPatch) -> None:
     clock, events = Clock(), list[Event]()
     monkeypatch.setattr(waiting_runs, "time", clock)
-    pool: Any = SimpleNamespace(gives_way=False, preparing=0)
+    pool: Any = SimpleNamespace(gives_way=False, must_stay=False, preparing=0)
     runs: Any = SimpleNamespace(others=[], tell=lambda own: None, withdraw=lambda: None)
     sharing = WorkerSharing(pool, events.append, runs)
 

@@ -44,6 +44,8 @@ TEXTS = {
     f"471147471:{RANDOM}{RANDOM[:15]}", f"https://hooks.slack.com/services/T0/{RANDOM}",
 }  # fmt: skip
 HARMLESS_TEXTS = {
+    "{'loss': '2.345', 'num_tokens': '1.235e+08'}",
+    "loss_per_token=3.2e-05 tokens: 1.23e+09 total_tokens=2.13GTok tokens=1234.5tok/s",
     "http://localhost:8265/a@b", "https://github.com/a/b@v1", "ssh://git@github.com/a", "https://git@github.com/a/b",
     "git@github.com:a/b", "s3://bucket/train@2024", "http://HOST:8265", "give it with --secret WANDB_API_KEY",
     "the token: it should be a string", "password: required", "sk-learn-contrib-of-somebody", "task-0123456789abcdefghij",

@@ -15,7 +15,6 @@ from undula.adapters.accelerate.loaders import EvaluationLoader, PreparedLoader,
 from undula.adapters.accelerate.prepared import PreparedOptimizer, PreparedScheduler
 from undula.adapters.accelerate.processes import Processes
 from undula.adapters.accelerate.steps import Steps
-from undula.adapters.evaluation import refuse_gathered
 from undula.adapters.refusals import ACCELERATOR, ACCELERATOR_ARGUMENTS, refuse_arguments
 from undula.adapters.script import Offer, place
 from undula.config.yaml_file import Setting
@@ -261,7 +260,6 @@ class Accelerator(Processes):
 
     def backward(self, loss: Tensor) -> None:
         """Compute the gradient of a batch. The loss is the mean over the batch's samples, as everywhere in Accelerate."""
-        refuse_gathered(loss)
         self._begun("accelerator.backward()").open("accelerator.backward()").backward(loss)
 
     def clip_grad_norm_(

@@ -14,7 +14,6 @@ from torch.distributed.tensor import DTensor
 
 from undula.adapters.accelerate.loaders import EvaluationLoader, merged
 from undula.adapters.accelerate.steps import Steps
-from undula.adapters.evaluation import metrics_of_batch
 from undula.adapters.process_state import shared_state
 from undula.adapters.script import Place
 from undula.data.nested import moved, with_tensors
@@ -58,23 +57,18 @@ class Processes:
     def gather(self, tensor: Any) -> Any:
         """Return the tensors of all ranks as one, along their first dimension. All ranks call this between two steps.
 
-        In a step, in which ranks have different numbers of batches, return what it gets, as in a single process, for metrics.
+        Raises:
+            UsageError: A step is open, in which ranks have different numbers of batches.
         """
-        if self._begun("accelerator.gather()").step is not None:
-            return metrics_of_batch(tensor)
         run = self._run_between_steps("accelerator.gather()")
         return self._on_device(merged(run.gather(_on_host(tensor))))
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
         """Return the results of all ranks for their current evaluation batches as one, each sample once and in the dataset's order.
 
-        In a step, return what it gets, as `gather` does.
-
         Raises:
             UsageError: No evaluation batch is current.
         """
-        if not self._evaluations and self._begun("accelerator.gather_for_metrics()").step is not None:
-            return metrics_of_batch(input_data)
         if not self._evaluations:
             raise UsageError(
                 "accelerator.gather_for_metrics() was called outside of the loop over a DataLoader for evaluation; call it there for each "

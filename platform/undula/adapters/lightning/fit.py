@@ -229,7 +229,9 @@ class _Fit:
         self._validated_batches = index + 1
         loss = returned.get(LOSS) if isinstance(returned, Mapping) else returned
         named = [mean for name, mean in means.items() if LOSS in name.lower()]
-        loss = means.get("val_loss", means.get(LOSS, named[0] if len(named) == 1 else loss))
+        loss = means.get("val_loss", means.get(LOSS, loss))
+        if not isinstance(loss, Tensor) and len(named) == 1:
+            loss = named[0]
         if not isinstance(loss, Tensor):
             raise UsageError(
                 "validation_step() neither logs val_loss, or a single value whose name has loss in it, nor returns a loss, of which a run "

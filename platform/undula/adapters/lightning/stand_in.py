@@ -54,10 +54,11 @@ class Recorder:
             raise UsageError(
                 f"self.log({name!r}) got reduce_fx={reduce_fx!r}, but a run takes the mean over samples; log what can be averaged"
             )
-        if batch_size is not None and self.batch is not None and batch_size != self._size_of(self.batch):
+        size = self._size() if batch_size is not None else None
+        if size is not None and batch_size != size:
             raise UsageError(
-                f"self.log({name!r}) got batch_size={batch_size} for {self._size_of(self.batch)} samples, but a run takes the mean over "
-                "samples; log the mean over the samples of the batch, without batch_size"
+                f"self.log({name!r}) got batch_size={batch_size} for {size} samples, but a run takes the mean over samples; log the mean "
+                "over the samples of the batch, without batch_size"
             )
         if self.means is not None:
             self.means[name] = value
@@ -68,6 +69,15 @@ class Recorder:
                 f"self.log({name!r}) was called in {hook}(), which belongs to no batch; log it in training_step or validation_step, "
                 "of which a run takes the mean over samples"
             )
+
+    def _size(self) -> int | None:
+        """Return the number of samples of the current batch; None if there is none, or if Lightning cannot tell."""
+        if self.means is None and self.step is None:
+            return None
+        try:
+            return self._size_of(self.batch)
+        except Exception:  # of a library's own class
+            return None
 
     def reset(self, **_: Any) -> None:
         """Do nothing, because a step and a batch begin without values."""
@@ -122,6 +132,10 @@ class FitTrainer:
             f"self.trainer.{name} was read, but Undula runs the module without Lightning's Trainer and has no value for it; use self.log, "
             "self.device, or what docs/lightning.md lists"
         )
+
+    def __reduce__(self) -> tuple[type[None], tuple[()]]:
+        """Leave this object out of a module that is sent to a loader process, for example with a collate function that is its method."""
+        return type(None), ()
 
     @property
     def world_size(self) -> int:

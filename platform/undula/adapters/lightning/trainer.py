@@ -122,6 +122,10 @@ class Trainer:
         self._val_epochs, self._val_interval = check_val_every_n_epoch, val_check_interval
         self._callbacks = callbacks if isinstance(callbacks, Sequence) else [callbacks] if callbacks else []
 
+    @property
+    def is_global_zero(self) -> bool:
+        return place().rank == 0
+
     def __getattr__(self, name: str) -> NoReturn:
         if name in LIGHTNING_METHODS:
             raise UsageError(f"Trainer.{name} is not possible in a run; {LIGHTNING_METHODS[name]}")

@@ -342,10 +342,11 @@ class ElasticMixin(_Base):  # type: ignore[misc]
 
     def log(self, *arguments: Any, **more: Any) -> None:
         """Log as Hugging Face's Trainer does. What a script or a library adds to its numbers is recorded in the run as well."""
+        known = len(self.state.log_history)
         super().log(*arguments, **more)
-        run, own = place().run, logged_by_script(self.state.log_history[-1])
-        if run is not None and self._has_begun and own:
-            run.log(own)
+        for entry in self.state.log_history[known:]:
+            if (run := place().run) is not None and self._has_begun and (own := logged_by_script(entry)):
+                run.log(own)
 
     def _load_best_model(self) -> None:
         """Load the best model after the run, on all ranks."""

@@ -250,8 +250,8 @@ def _are_rounded(array: pa.Array) -> bool:
     """Return whether numbers of a text file are integers that are too large for one, of which Arrow makes floats."""
     if not pa.types.is_float64(array.type):
         return False
-    values = array.drop_null().to_numpy()
-    return bool((np.abs(values) >= 2.0**63).any() and (values == np.floor(values)).all())
+    values = np.abs(array.drop_null().to_numpy())
+    return bool(values.size and 2.0**63 <= values.max() <= 2.0**64 and (values == np.floor(values)).all())
 
 
 def _are_int32(values: pa.Array) -> bool:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from hashlib import sha256
 from mmap import mmap
+from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
 import numpy as np
@@ -72,6 +73,11 @@ class Items(Dataset[Any]):
             samples = self._several(indices, request) if self._reads_several else self._each(indices, request)
         except Exception as error:
             error.add_note(f"raised by the dataset for one of the samples {indices}")
+            if "meta tensor" in str(error):
+                error.add_note(
+                    "a model reaches loader processes without the weights that train; freeze it with requires_grad_(False), or set "
+                    "num_workers=0"
+                )
             raise
         seed_generators(request.collate_key)
         return self._collate(samples)
@@ -126,7 +132,7 @@ def _for_loaders(value: Any) -> Any:
     A file that is mapped into memory is mapped there, too. The model that trains, which a collate function or a transform can hold, goes
     without its weights: they would be those of the first step for ever, and take memory in each process.
     """
-    if isinstance(value, np.memmap) and _is_whole(value) and value.filename and value.mode in ("r", "r+"):
+    if isinstance(value, np.memmap) and _is_whole(value) and value.filename and value.mode == "r":
         order = "C" if value.flags.c_contiguous else "F"
         return np.memmap, (value.filename, value.dtype, "r", value.offset, value.shape, order)
     if isinstance(value, Parameter) and value.requires_grad:
@@ -142,6 +148,9 @@ def _is_whole(array: Any) -> bool:
 def _by_content(value: Any) -> Any:
     """Return how a value is pickled for a digest, for which torch's way would not do: it writes the addresses of tensors."""
     reduced = _for_loaders(value)
+    if isinstance(value, np.memmap) and reduced is not NotImplemented:
+        file = Path(str(value.filename)).stat()
+        return tuple, ((str(reduced[1]), file.st_ino, file.st_size, file.st_mtime_ns),)
     if reduced is not NotImplemented or not isinstance(value, Tensor) or value.layout != torch.strided:
         return reduced
     content = value.detach().resolve_conj().cpu().contiguous().view(-1).view(torch.uint8).numpy()

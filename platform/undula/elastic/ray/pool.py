@@ -97,6 +97,8 @@ class WorkerPool:
     replicas: ReplicaStore = field(default_factory=ReplicaStore)
     gives_way: bool = False
     """Whether the run gives its workers to other runs for a while: they end as on nodes that will be removed, and no new ones start."""
+    must_stay: bool = False
+    """Whether the run keeps its workers, because nothing else can hold its state."""
     failure: RayTaskError | None = None
     """Exception of the last worker that did not become ready, most often because it cannot import the script; None once one is ready."""
     refusal: ClusterError | None = None
@@ -158,6 +160,9 @@ class WorkerPool:
             return True
         if isinstance(exported, str):
             self.on_event(WarningEvent("state_at_risk", exported))
+            if self.gives_way:  # it need not leave
+                self.gives_way, self.must_stay, worker.export = False, True, None
+                return False
         elif exported:
             meta, data = exported
             self.replicas.keep(worker.id, parsed(meta, bytearray(data)))

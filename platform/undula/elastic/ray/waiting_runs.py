@@ -92,8 +92,10 @@ class WorkerSharing:
             pool.gives_way = bool(others) and now < self._until
         elif (own.ready, pool.preparing) != self._numbers or not others:
             self._numbers, self._unchanged_since = (own.ready, pool.preparing), now
-        elif own.ready and now - self._unchanged_since > patience_s(own, others) + (
-            STARTING_S if pool.preparing else 0.0
+        elif (
+            own.ready
+            and not pool.must_stay
+            and now - self._unchanged_since > patience_s(own, others) + (STARTING_S if pool.preparing else 0.0)
         ):
             pause_s = random.uniform(
                 PATIENCE_S, 2 * PATIENCE_S
