@@ -1,6 +1,5 @@
 """Tests of LightningModules under the loop of a run: the losses and hooks of Lightning's own Trainer, exact resumes, and refusals."""
 
-import pickle
 import sys
 import threading
 import warnings
@@ -24,6 +23,7 @@ from undula.adapters.lightning import Trainer, fit
 from undula.adapters.lightning.hooks import Hooks
 from undula.adapters.lightning.trainer import WITHOUT_EFFECT
 from undula.adapters.refusals import LIGHTNING_TRAINER
+from undula.data.script.items import Items
 from undula.errors import SpecError, UsageError
 from undula.state.events import EndEvent, ValidationEvent
 from undula.state.ledger import events_of, last_event, read_ledger
@@ -319,4 +319,4 @@ def test_a_collate_function_of_the_module_works_in_loader_processes(tmp_path: Pa
     module = tiny()()
     hooks = Hooks(module, {"train_dataloader": None, "val_dataloader": None}, None, (), 0, torch.device("cpu"))
     hooks.trainer.recorder.step = threading.Lock()  # type: ignore[assignment]  # a step holds process groups
-    assert len(pickle.dumps(module)) < 100_000
+    assert len(Items([0], module.training_step).dumps()) < 100_000
