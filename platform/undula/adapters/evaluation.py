@@ -120,7 +120,7 @@ class Gathered(Tensor):
         return format(self.item(), form) if self.ndim == 0 else str(self)
 
     def __deepcopy__(self, memo: Any) -> Tensor:
-        return torch.tensor(self.tolist(), dtype=self.dtype)
+        return torch.tensor(self.tolist(), dtype=self.dtype, device=self.device)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return torch.tensor, (self.tolist(),)
