@@ -100,7 +100,7 @@ class RankBatches:
         return Request(ids, keys, int(subkeys(key64("evaluation collate", seed), batch)))
 
 
-_NOT_FOR_LOSS = UsageError(
+_NOT_FOR_LOSS = (
     "what accelerator.gather() returned in a training step is used for the loss, but a batch does not see the batches of other "
     "processes; compute the loss from the batch alone, and gather for metrics only"
 )
@@ -113,7 +113,7 @@ class Gathered(Tensor):
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         others = (leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor) and type(leaf) is not cls)
         if torch.is_grad_enabled() and any(other.requires_grad for other in others):
-            raise _NOT_FOR_LOSS
+            raise UsageError(_NOT_FOR_LOSS)
         return super().__torch_function__(function, types, args, kwargs or {})  # type: ignore[no-untyped-call]
 
     def __format__(self, form: str) -> str:
@@ -133,7 +133,7 @@ def refuse_gathered(loss: Tensor) -> None:
         UsageError: It is.
     """
     if isinstance(loss, Gathered):
-        raise _NOT_FOR_LOSS
+        raise UsageError(_NOT_FOR_LOSS)
 
 
 def metrics_of_batch(value: Any) -> Any:

@@ -143,10 +143,8 @@ class Loader:
             digest = items.digest()
         except Exception:  # `dumps` raises it with the fix
             digest = None
-        if self._digest is not None and digest in (
-            None,
-            self._digest,
-        ):  # it may have become unpicklable by its use in this process
+        # Its use in this process may have made it impossible to pickle.
+        if self._digest is not None and digest in (None, self._digest):
             return False
         self._requests.dataset, self._digest = items.dumps(), digest
         return True

@@ -4,8 +4,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 PATIENCE_S = 20.0
-"""Seconds for which the last one in the order keeps its ready workers, if their number does not change. Each run before it waits for as
-long after the next one, so that one run at a time gives way to the others."""
+"""Seconds without a change after which the least patient run gives its ready workers back. The next one does so after twice as long, the
+third one after three times as long, so that one run at a time gives way."""
 
 
 @dataclass(frozen=True)
