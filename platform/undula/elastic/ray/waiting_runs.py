@@ -97,9 +97,8 @@ class WorkerSharing:
             and not pool.must_stay
             and now - self._unchanged_since > patience_s(own, others) + (STARTING_S if pool.preparing else 0.0)
         ):
-            pause_s = random.uniform(
-                PATIENCE_S, 2 * PATIENCE_S
-            )  # random, so that runs do not come back at the same time
+            # Random, so that runs do not come back at the same time.
+            pause_s = random.uniform(PATIENCE_S, 2 * PATIENCE_S)
             pool.gives_way, self._until = True, now + pause_s
             self.on_event(GiveWayEvent(own.ready, names, pause_s))
         return names
