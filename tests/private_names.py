@@ -81,7 +81,7 @@ ALLOWED: Mapping[str, Mapping[str, str]] = {
         "torch.distributed.distributed_c10d._world": "elastic.ray.actor parallel.collectives",
         "torch.nn.modules.batchnorm._BatchNorm": "parallel.batch_norm",
         "torch.utils._python_dispatch": "parallel.selective",
-        "torch.utils._pytree": "adapters.evaluation adapters.lightning.fit adapters.transformers.trainer parallel.precision "
+        "torch.utils._pytree": "adapters.gathered adapters.lightning.fit adapters.transformers.trainer parallel.precision "
         "parallel.recompute parallel.selective train.open_gradients",
     },
     "transformers 5.24": {

@@ -4,14 +4,10 @@ from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
-import torch
-from torch import Tensor
-from torch.utils._pytree import tree_leaves, tree_map_only
 
 from undula.data.script.dataset import IndexedDataset
 from undula.data.script.items import Collate, Items, Request
 from undula.data.script.loader_processes import Loader
-from undula.errors import UsageError
 from undula.plan.keys import key64, subkeys
 from undula.train.randomness import seed_validation
 from undula.train.run import Run
@@ -98,44 +94,3 @@ class RankBatches:
         ids = np.arange(start, start + self._size(batch), dtype=np.int64)
         keys = subkeys(key64("evaluation sample", seed), ids)
         return Request(ids, keys, int(subkeys(key64("evaluation collate", seed), batch)))
-
-
-_NOT_FOR_LOSS = (
-    "what accelerator.gather() returned in a training step is used for the loss, but a batch does not see the batches of other "
-    "processes; compute the loss from the batch alone, and gather for metrics only"
-)
-
-
-class Gathered(Tensor):
-    """What a step has gathered for metrics. It may not become a part of the loss, for which other batches would be missing."""
-
-    @classmethod
-    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        others = (leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor) and type(leaf) is not cls)
-        if torch.is_grad_enabled() and any(other.requires_grad for other in others):
-            raise UsageError(_NOT_FOR_LOSS)
-        return super().__torch_function__(function, types, args, kwargs or {})  # type: ignore[no-untyped-call]
-
-    def __format__(self, form: str) -> str:
-        return format(self.item(), form) if self.ndim == 0 else str(self)
-
-    def __deepcopy__(self, memo: Any) -> Tensor:
-        return torch.tensor(self.tolist(), dtype=self.dtype, device=self.device)
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return torch.tensor, (self.tolist(),)
-
-
-def refuse_gathered(loss: Tensor) -> None:
-    """Refuse a loss that is computed from what a step has gathered alone.
-
-    Raises:
-        UsageError: It is.
-    """
-    if isinstance(loss, Gathered):
-        raise UsageError(_NOT_FOR_LOSS)
-
-
-def metrics_of_batch(value: Any) -> Any:
-    """Return what a script gathers in a step, as a single process does, for metrics. Trainers of TRL gather metrics there."""
-    return tree_map_only(Tensor, lambda tensor: tensor.detach().as_subclass(Gathered), value)

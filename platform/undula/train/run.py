@@ -83,6 +83,7 @@ class Run:
         *,
         validation: IndexedDataset | None = None,
         collate_fn: Collate | None = None,
+        validation_collate_fn: Collate | None = None,
         num_workers: int = 0,
         name: str | None = None,
         **loader_arguments: object,
@@ -96,6 +97,7 @@ class Run:
             dataset: Dataset with `__len__` and `__getitem__`, such as a map-style dataset of torch or a `Dataset` of Hugging Face.
             validation: Validation data; without them, the run does not validate.
             collate_fn: Function that makes a micro-batch of a list of samples; by default that of torch's DataLoader.
+            validation_collate_fn: The same for the validation data; by default `collate_fn`.
             num_workers: Number of loader processes of each rank, for the training and for the validation data each; with 0, the rank
                 loads samples itself.
             name: Name of the data, which must change when their content does; `data.name` of the YAML takes its place. By default, it is
@@ -107,7 +109,7 @@ class Run:
         """
         named = self._session.job.data.name or name
         data = script_data(dataset, validation, named, num_workers, loader_arguments)
-        validation_items = None if validation is None else Items(validation, collate_fn)
+        validation_items = None if validation is None else Items(validation, validation_collate_fn or collate_fn)
         self._parts.add_dataset(data, Items(dataset, collate_fn), validation_items)
 
     def preflight(self, check: Check) -> None:

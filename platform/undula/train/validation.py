@@ -5,6 +5,7 @@ A loss may draw random numbers, for example to mask tokens. They are keyed like 
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from math import inf
 from typing import Any
 
@@ -15,22 +16,54 @@ from undula.data.nested import moved
 from undula.errors import UsageError
 from undula.parallel.collectives import any_rank, begun_collectives, require_begun_collectives
 from undula.parallel.random_state import kept_random_state
+from undula.plan.plan import MicroBatch
 from undula.recovery.progress import BETWEEN_STEPS, DATA, SHARDED_VALIDATE, VALIDATE
 from undula.state.goals import LOSS
+from undula.train.metrics import Place, is_metric, place_of, results, taken
 from undula.train.randomness import seed_validation
 from undula.train.samples import SampleSource
 from undula.train.setup import RunSetup
 from undula.train.step_reduction import exact_means
 from undula.train.trained_model import TrainedModel
 
-ValidationFunction = Callable[[Any], Tensor | Mapping[str, Tensor | float]]
-"""Function that returns the mean loss over a batch's samples, as a scalar tensor, or several means by name, of which one is "loss"."""
+ValidationFunction = Callable[[Any], Tensor | Mapping[str, Any]]
+"""Function that returns the mean loss over a batch's samples, as a scalar tensor, or several means by name, of which one is "loss".
+
+In place of a mean, it may return a metric of torchmetrics that it has updated with the batch.
+"""
 
 
-Sums = tuple[dict[str, list[float]], int]
-"""Sums of each mean over the samples of each micro-batch, by name, and the number of all these samples."""
+@dataclass
+class Sums:
+    """What a rank has added up in a validation."""
+
+    means: dict[str, list[float]] = field(default_factory=dict)
+    """Sums of each mean over the samples of each micro-batch, by name."""
+    metrics: dict[str, list[tuple[Place, Any]]] = field(default_factory=dict)
+    """Metrics of each micro-batch, by name."""
+    samples: int = 0
+
+    def add(self, values: Mapping[str, Any], micro_batch: MicroBatch) -> None:
+        """Add what the function has returned for a micro-batch.
+
+        Raises:
+            UsageError: A value is neither a mean nor a metric, or the names are others than before.
+        """
+        names = self.means.keys() | self.metrics.keys()
+        if self.samples and values.keys() != names:
+            raise UsageError(
+                f"the validation function returned {sorted(values)} after {sorted(names)}; return the same names for every batch"
+            )
+        for name, value in _checked(values).items():
+            if is_metric(value):
+                self.metrics.setdefault(name, []).append((place_of(micro_batch), value))
+            else:
+                self.means.setdefault(name, []).append(float(value) * micro_batch.samples)
+        self.samples += micro_batch.samples
+
+
 Means = tuple[dict[str, float], int]
-"""Means by name, and the number of samples over which they are means."""
+"""Means and results of metrics by name, and the number of samples of which they are."""
 
 
 class Validation:
@@ -66,7 +99,7 @@ class Validation:
 
         Raises:
             UsageError: The function returned no means by name, other names for one batch than for the one before, or other names on one
-                rank than on another, or it has begun a collective.
+                rank than on another, it has begun a collective, or a metric has no single number as its result.
         """
         control = self._layout.control
         sums = self._sums(can_end_early)
@@ -74,7 +107,8 @@ class Validation:
         if can_end_early and any_rank(sums is None, control):
             return None
         assert sums is not None
-        return exact_means(*sums, control)
+        means, samples = exact_means(sums.means, sums.samples, control)
+        return means | results(sums.metrics, control), samples
 
     def _sums(self, can_end_early: bool) -> Sums | None:
         """Return the sums over the samples of this rank; None if the validation has ended early."""
@@ -101,8 +135,7 @@ class Validation:
         virtual_workers = self._layout.virtual_workers(self._job.plan.virtual_workers)
         reader = self._samples.validation()
         steps = range(self._plan.total_steps)
-        sums: dict[str, list[float]] = {}
-        batches = samples = 0
+        sums, batches = Sums(), 0
         try:
             for micro_batch in self._plan.work(steps, virtual_workers):
                 if can_end_early and self._is_asked_to_leave():
@@ -110,14 +143,8 @@ class Validation:
                 self._worker.enter(DATA)
                 batch = reader.take(micro_batch.virtual_worker, micro_batch.samples).batch
                 seed_validation(self._job.plan.seed, micro_batch.step, micro_batch.virtual_worker, micro_batch.number)
-                means = self._checked(self._run(batch))
-                if batches and means.keys() != sums.keys():
-                    raise UsageError(
-                        f"the validation function returned {sorted(means)} after {sorted(sums)}; return the same names for every batch"
-                    )
-                for name, mean in means.items():
-                    sums.setdefault(name, []).append(mean * micro_batch.samples)
-                batches, samples = batches + 1, samples + micro_batch.samples
+                sums.add(self._run(batch), micro_batch)
+                batches += 1
             for _ in range(self._rounds - batches):
                 if can_end_early and self._is_asked_to_leave():
                     return None
@@ -126,7 +153,7 @@ class Validation:
         finally:
             reader.close()
             self._model.baseline.put_back_buffers()
-        return sums, samples
+        return sums
 
     def _is_asked_to_leave(self) -> bool:
         """Return whether the controller has asked to leave soon. Ranks whose forward passes wait for each other decide together."""
@@ -134,7 +161,7 @@ class Validation:
         asked = request.leaves and (request.saves or request.until < inf)
         return any_rank(asked, self._layout.control) if self._equal_rounds else asked
 
-    def _run(self, batch: Any) -> Mapping[str, Tensor | float]:
+    def _run(self, batch: Any) -> dict[str, Any]:
         self._worker.enter(SHARDED_VALIDATE if self._equal_rounds else VALIDATE)
         self._model.baseline.put_back_buffers()
         device, begun = self._layout.device, begun_collectives()
@@ -145,20 +172,24 @@ class Validation:
                 "a validation",
                 "return the mean over the batch, and the run averages over the samples of all workers",
             )
-        return means if isinstance(means, Mapping) else {LOSS: means}
+        by_name = means if isinstance(means, Mapping) else {LOSS: means}
+        found = {id(value): value for value in by_name.values() if is_metric(value)}
+        copies = {key: taken(metric) for key, metric in found.items()}
+        return {str(name): copies.get(id(value), value) for name, value in by_name.items()}
 
-    def _checked(self, means: Mapping[str, Tensor | float]) -> dict[str, float]:
-        """Return the means as numbers, after checking that they are means by name."""
-        if LOSS not in means:
+
+def _checked(values: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return what a function has returned, after checking that it has a loss, and metrics and numbers alone."""
+    if LOSS not in values:
+        raise UsageError(
+            f"the validation function returned {sorted(values)} without {LOSS!r}; return the mean loss under that name"
+        )
+    for name, value in values.items():
+        if isinstance(value, Tensor) and value.numel() != 1:
             raise UsageError(
-                f"the validation function returned {sorted(means)} without {LOSS!r}; return the mean loss under that name"
+                f"the validation function returned {name!r} as a tensor of shape {tuple(value.shape)}; return its mean over the batch"
             )
-        for name, mean in means.items():
-            if isinstance(mean, Tensor) and mean.numel() != 1:
-                raise UsageError(
-                    f"the validation function returned {name!r} as a tensor of shape {tuple(mean.shape)}; return its mean over the batch"
-                )
-        return {str(name): float(mean) for name, mean in means.items()}
+    return values
 
 
 @contextmanager

@@ -35,6 +35,14 @@ def iterates(accelerator: Any, model: nn.Module, evaluation: Any, epoch: int) ->
     accelerator.backward(model(torch.ones(1, 2)).mean())
 
 
+def computes_twice(accelerator: Any, model: nn.Module) -> None:
+    accelerator.backward(model(torch.ones(1, 2)).mean())
+
+
+def uses_the_norm(accelerator: Any, model: nn.Module) -> None:
+    print(f"{accelerator.clip_grad_norm_(model.parameters(), 1.0):.3f}")
+
+
 def clips_by_torch(accelerator: Any, model: nn.Module) -> None:
     nn.utils.clip_grad_norm_(model.parameters(), 1.0)
 
@@ -50,6 +58,8 @@ def clips_by_torch(accelerator: Any, model: nn.Module) -> None:
         (changed("in_step", lambda _, model: model.zero_grad()), "zero_grad() was called after step.backward() in step 0"),
         (changed("in_step", lambda _, model: model(torch.ones(1, 2)).sum().backward()), "loss.backward() was called in step 0"),
         (changed("in_step", lambda it, model: it.clip_grad_norm_([model.weight], 1.0)), "accelerator.clip_grad_norm_() clips the"),
+        (changed("in_step", uses_the_norm), "what accelerator.clip_grad_norm_() returned is used for each batch"),
+        (changed("in_step", computes_twice), "accelerator.backward() was called twice for a batch; add up the losses"),
         (changed("in_step", lambda accelerator, _: accelerator.log({"a": "b"})), "accelerator.log() got 'a' of type str"),
         (changed("in_step", lambda accelerator, _: accelerator.skip), "the Accelerator of undula.adapters.accelerate"),
     ],
@@ -86,10 +96,29 @@ class Unfinished(Loop):
                     return
 
 
+class AccumulatesByHand(Loop):
+    """Script that divides its loss and lets its optimizer take a step after several batches."""
+
+    def __call__(self) -> None:
+        accelerator = Accelerator()
+        model = nn.Linear(2, 1)
+        loader, model, optimizer = accelerator.prepare(self.loader(), model, self.optimizer(model))
+        for _ in accelerator.epochs(2):
+            for number, (x,) in enumerate(loader):
+                accelerator.backward(model(x).mean() / 2)
+                if (number + 1) % 2 == 0:
+                    optimizer.step()
+
+
+def test_accumulation_by_hand_is_refused_where_a_worker_has_as_many_batches_in_a_step(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"^step 0 has a batch without optimizer.step\(\); call it for each batch"):
+        train(AccumulatesByHand(), tmp_path)
+
+
 @pytest.mark.parametrize(
     ("lacks", "sentence"),
     [
-        ("optimizer", "step 0 ended without optimizer.step(); call it for each batch"),
+        ("optimizer", "step 0 has a batch without optimizer.step(); call it for each batch"),
         ("scheduler", "step 0 ended without scheduler.step(); call it after optimizer.step()"),
         ("batches", "the loop over the training DataLoader ended after step 0, before the end of epoch 0"),
         ("epochs", "the loop over the training DataLoader ended after step 0, before the end of epoch 0"),

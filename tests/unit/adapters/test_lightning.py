@@ -320,3 +320,20 @@ def test_a_collate_function_of_the_module_works_in_loader_processes(tmp_path: Pa
     hooks = Hooks(module, {"train_dataloader": None, "val_dataloader": None}, None, (), 0, torch.device("cpu"))
     hooks.trainer.recorder.step = threading.Lock()  # type: ignore[assignment]  # a step holds process groups
     assert len(Items([0], module.training_step).dumps()) < 100_000
+
+
+def test_validation_batches_are_collated_by_the_function_of_their_own_loader(tmp_path: Path) -> None:
+    def mixed(samples: list[Any]) -> Any:
+        return [torch.stack([sample[0] for sample in samples]) * 100]
+
+    def validation_step(self: Any, batch: Any, batch_idx: int) -> Any:
+        assert batch[0].max() == 1
+        self.log("val_loss", batch[0].mean())
+        self.seen.append(batch[0].mean())
+
+    ledger = train_module(
+        tiny(train_dataloader=loader(collate_fn=mixed), val_dataloader=loader(), validation_step=validation_step),
+        tmp_path,
+    )
+    assert {event.loss for event in events_of(ledger.events, ValidationEvent)} == {1.0}
+    assert ledger.steps["a"].to_pylist()[0] > 1000

@@ -47,7 +47,6 @@ ON_PLATEAU = optimizers(lambda it: {"optimizer": it, "lr_scheduler": ReduceLROnP
         (tiny(train_dataloader=lambda self: [1, 2]), "train_dataloader() returned a list, but a run reads one"),
         (tiny(train_dataloader=WEIGHTED), "train_dataloader() returned a DataLoader with a WeightedRandomSampler; set shuffle= instead"),
         (tiny(val_dataloader=WEIGHTED), "val_dataloader() returned a DataLoader with a WeightedRandomSampler; set shuffle= instead"),
-        (tiny(val_dataloader=loader(collate_fn=list)), "the DataLoaders of train_dataloader() and val_dataloader() have different"),
         (tiny(train_dataloader=lambda self: DataLoader(Endless())), "train_dataloader() returned a DataLoader of an Iter"),
         (tiny(configure_optimizers=optimizers(lambda it: [it, it])), "configure_optimizers() returned 2 optimizers, but a run has"),
         (tiny(configure_optimizers=ON_PLATEAU), "configure_optimizers() returned a ReduceLROnPlateau, which needs a metric"),

@@ -179,7 +179,7 @@ class GathersInSteps(Trainer):
         value = loss[0] if isinstance(loss, tuple) else loss
         assert torch.equal(self.accelerator.gather_for_metrics(value.detach()), value.detach())
         with torch.no_grad():
-            assert float(self.accelerator.gather(value).mean() + value) == 2 * float(value)
+            assert (self.accelerator.gather(value).mean() + value).item() == 2 * float(value)
         gathered = self.accelerator.gather(value)
         assert gathered.repeat(2).tolist() == [float(value)] * 2
         assert f"{gathered.mean():.3f}" == f"{value.mean():.3f}"

@@ -95,8 +95,7 @@ class Accelerator(Processes):
     @property
     def sync_gradients(self) -> bool:
         """Whether the optimizer takes a step with the current batch. Each rank has several batches in a step."""
-        step = self._steps.step if self._steps else None
-        return step is None or step.is_last
+        return self._steps is None or self._steps.sync_gradients
 
     @property
     def optimizer_step_was_skipped(self) -> bool:
@@ -260,15 +259,16 @@ class Accelerator(Processes):
 
     def backward(self, loss: Tensor) -> None:
         """Compute the gradient of a batch. The loss is the mean over the batch's samples, as everywhere in Accelerate."""
-        self._begun("accelerator.backward()").open("accelerator.backward()").backward(loss)
+        self._begun("accelerator.backward()").backward(loss)
 
-    def clip_grad_norm_(
-        self, parameters: Tensor | Iterable[Tensor], max_norm: float, norm_type: float = 2
-    ) -> Tensor | None:
-        """Clip the gradient of the step after its last batch, and return its norm; do nothing before.
+    def clip_grad_norm_(self, parameters: Tensor | Iterable[Tensor], max_norm: float, norm_type: float = 2) -> Tensor:
+        """Clip the gradient of the step after its last batch; do nothing before.
+
+        Returns:
+            Norm of the gradient before clipping, a scalar, which may be used if the call stands below `if accelerator.sync_gradients`.
 
         Raises:
-            UsageError: The norm is another than the Euclidean one of all parameters.
+            UsageError: The norm is another than the Euclidean one of all parameters, or is used for other batches.
         """
         return self._begun("accelerator.clip_grad_norm_()").reduce(parameters, max_norm, norm_type)
 

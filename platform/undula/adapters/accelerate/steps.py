@@ -3,11 +3,23 @@
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from undula.errors import UsageError
 from undula.train.run import Run
 from undula.train.step import Step
+
+
+class UnknownNorm(Tensor):
+    """Norm of the gradient for a batch that is not known to be the last one of its step, and for which it may not be used."""
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise UsageError(
+            "what accelerator.clip_grad_norm_() returned is used for each batch, but the norm is known with the last batch of a step "
+            "only; call it and use it `if accelerator.sync_gradients`"
+        )
 
 
 class Steps:
@@ -36,6 +48,10 @@ class Steps:
         """Number of samples in the current batch."""
         self._is_after = False
         """Whether the script has called optimizer.step() for the current batch."""
+        self._has_gradient = False
+        """Whether the backward pass of the current batch has run."""
+        self._has_asked = False
+        """Whether the script has read sync_gradients for the current batch."""
         self._late: dict[str, tuple[float, int]] = {}
         """Sums of the values that the script has logged after optimizer.step() in this step, weighted by samples, and the weights."""
         self._run = run
@@ -44,6 +60,11 @@ class Steps:
         self._plan = run.plan
         self._steps = run.steps()
         self._batches: Iterator[Any] = iter(())
+
+    @property
+    def sync_gradients(self) -> bool:
+        self._has_asked = True
+        return self.step is None or self.step.is_last
 
     def epochs(self, is_unfinished: bool) -> range:
         """Return the epochs that are left.
@@ -70,7 +91,8 @@ class Steps:
         if self.done < self._end_of(epoch):
             raise UsageError(
                 f"the loop over the training DataLoader ended after step {self.done - 1}, before the end of epoch {epoch}; iterate over it "
-                "once in each epoch, to its end, and set plan.max_steps, or leave the loop over epochs, for a shorter training"
+                "once in each epoch, to its end, and set plan.max_steps, or leave the loop over epochs, for a shorter training (a script "
+                "that counts steps does it `if accelerator.sync_gradients`, because a worker can have several batches in a step)"
             )
         self._log_late()
 
@@ -86,14 +108,14 @@ class Steps:
             self._batches = step.batches()
             for batch in self._batches:
                 assert step.micro_batch is not None
-                self._samples, self._is_after = step.micro_batch.samples, False
+                self._samples = step.micro_batch.samples
+                self._is_after = self._has_gradient = self._has_asked = False
                 yield batch
+                if not (self._is_after or self._has_asked):
+                    raise UsageError(_without_update(step.index))
                 step.keep_gradients()  # a loop may call model.zero_grad() after optimizer.step() of each batch
             if not step.updated:
-                raise UsageError(
-                    f"step {step.index} ended without optimizer.step(); call it for each batch, and leave accumulation "
-                    "to Accelerator(gradient_accumulation_steps=...) and `with accelerator.accumulate(model)`"
-                )
+                raise UsageError(_without_update(step.index))
             if self._has_scheduler and not self.has_advanced:
                 raise UsageError(
                     f"step {self.done - 1} ended without scheduler.step(); call it after optimizer.step() for each batch, with a scheduler "
@@ -154,8 +176,25 @@ class Steps:
         if late:
             self._run.log({name: total / weight for name, (total, weight) in late.items()})
 
-    def reduce(self, parameters: Tensor | Iterable[Tensor], max_norm: float, norm_type: float) -> Tensor | None:
+    def backward(self, loss: Tensor) -> None:
+        """Compute the gradient of the current batch.
+
+        Raises:
+            UsageError: It was computed before.
+        """
+        step = self.open("accelerator.backward()")
+        if self._has_gradient:
+            raise UsageError(
+                "accelerator.backward() was called twice for a batch; add up the losses, and call it once for their sum"
+            )
+        self._has_gradient = True
+        step.backward(loss)
+
+    def reduce(self, parameters: Tensor | Iterable[Tensor], max_norm: float, norm_type: float) -> Tensor:
         """Reduce and clip the gradient after the last batch of the step; do nothing before.
+
+        Returns:
+            Norm of the gradient. If the script has not read sync_gradients for the batch, it may not be used.
 
         Raises:
             UsageError: The norm is another than the Euclidean one of all parameters.
@@ -167,10 +206,12 @@ class Steps:
                 "accelerator.clip_grad_norm_() clips the Euclidean norm of all parameters; pass these, without norm_type="
             )
         step = self.open("accelerator.clip_grad_norm_()")
-        if not step.is_last:
-            return None
-        next(self._batches, None)  # ends the loop over the batches of the step
-        return step.reduce(max_norm)
+        norm = torch.zeros((), device=self._run.device)
+        if step.is_last:
+            next(self._batches, None)  # ends the loop over the batches of the step
+            norm = step.reduce(max_norm)
+        # A worker with one batch in each step has a norm for each, but it may be another one in the next group.
+        return norm if self._has_asked else norm.as_subclass(UnknownNorm)
 
     def update(self) -> None:
         """Commit the step after its last batch; do nothing before."""
@@ -186,3 +227,10 @@ class Steps:
         next(self._batches, None)
         step.update()
         self.done, self.was_applied, self.step = step.index + step.merged_steps, step.applied, None
+
+
+def _without_update(index: int) -> str:
+    return (
+        f"step {index} has a batch without optimizer.step(); call it for each batch, and leave accumulation "
+        "to Accelerator(gradient_accumulation_steps=...) and `with accelerator.accumulate(model)`, without a division of the loss"
+    )

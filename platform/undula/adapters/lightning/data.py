@@ -4,7 +4,7 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
-from torch.utils.data import DataLoader, default_collate
+from torch.utils.data import DataLoader
 
 from undula.adapters.lightning.library import name_of
 from undula.adapters.loaders import check_loader, is_shuffled, plan_settings
@@ -21,7 +21,7 @@ class Data:
     """DataLoaders of a script.
 
     Raises:
-        UsageError: A run cannot read one of them, or collates both in one way where the script has two.
+        UsageError: A run cannot read one of them.
     """
 
     training: Any
@@ -37,12 +37,6 @@ class Data:
                 raise UsageError(f"{hook}() returned {name_of(loader)}, {instead}")
             check_loader(loader, GOT.format(hook), storing="write the loop with run.steps()")
             is_shuffled(loader, GOT.format(hook))
-        own = None if self.validation is None else self.validation.collate_fn
-        if own not in (None, default_collate, self.training.collate_fn):
-            raise UsageError(
-                "the DataLoaders of train_dataloader() and val_dataloader() have different collate_fn=, but a run collates both in one "
-                "way; use one function"
-            )
 
     def give(self, run: Run, name: str | None = None) -> None:
         """Give the datasets to a run."""
@@ -50,7 +44,8 @@ class Data:
         run.dataset(
             training.dataset,
             validation=self.validation.dataset if self.validation else None,
-            collate_fn=None if training.collate_fn is default_collate else training.collate_fn,
+            collate_fn=training.collate_fn,
+            validation_collate_fn=self.validation.collate_fn if self.validation else None,
             num_workers=training.num_workers,
             name=name,
         )

@@ -14,6 +14,7 @@ from undula.adapters.lightning.library import name_of
 from undula.config.yaml_file import Setting
 from undula.errors import UsageError
 from undula.plan.plan import Plan
+from undula.train.metrics import is_metric
 from undula.train.run import Run
 from undula.train.step import Step
 
@@ -215,12 +216,12 @@ class _Fit:
         self._hooks.call("on_train_epoch_end")
         self._epoch_is_open = False
 
-    def _validate(self, received: Any) -> dict[str, float | Tensor]:
-        """Return the means of a batch."""
+    def _validate(self, received: Any) -> dict[str, Any]:
+        """Return the means and the metrics of a batch."""
         self._begin_validation()
         batch, index = self._hooks.transferred(received), self._validated_batches
         assert index is not None
-        means: dict[str, float | Tensor] = {}
+        means: dict[str, Any] = {}
         self._recorder.means, self._recorder.batch = means, batch
         self._hooks.call("on_validation_batch_start", batch, index)
         returned = self._hooks.call_step("validation_step", batch, index)
@@ -230,9 +231,9 @@ class _Fit:
         loss = returned.get(LOSS) if isinstance(returned, Mapping) else returned
         named = [mean for name, mean in means.items() if LOSS in name.lower()]
         loss = means.get("val_loss", means.get(LOSS, loss))
-        if not isinstance(loss, Tensor) and len(named) == 1:
+        if not (isinstance(loss, Tensor) or is_metric(loss)) and len(named) == 1:
             loss = named[0]
-        if not isinstance(loss, Tensor):
+        if not (isinstance(loss, Tensor) or is_metric(loss)):
             raise UsageError(
                 "validation_step() neither logs val_loss, or a single value whose name has loss in it, nor returns a loss, of which a run "
                 "needs the mean; add self.log('val_loss', loss)"

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from undula.errors import UsageError
 from undula.plan.plan import Plan
+from undula.train.metrics import is_metric
 from undula.train.step import Step
 
 
@@ -31,8 +32,8 @@ class Recorder:
         """Current batch."""
         self.step: Step | None = None
         """Step that takes the values; None if there is none, or if it is committed."""
-        self.means: dict[str, float | Tensor] | None = None
-        """Values of the current batch of a validation; None outside of one."""
+        self.means: dict[str, Any] | None = None
+        """Means and metrics of the current batch of a validation; None outside of one."""
 
     def log(
         self,
@@ -45,10 +46,13 @@ class Recorder:
         **display: Any,
     ) -> None:
         """Record a value. The arguments that decide where and how often Lightning shows it have no effect."""
+        if is_metric(value) and self.means is not None:
+            self.means[name] = value
+            return
         if not isinstance(value, Tensor):
             raise UsageError(
-                f"self.log({name!r}) got a {type(value).__name__}, whose state a run does not keep; log a mean over the batch's samples, "
-                "such as (predicted == label).float().mean()"
+                f"self.log({name!r}) got a {type(value).__name__}, which a run takes in validation_step only; log what it returns for the "
+                "batch, such as self.log('acc', self.acc(predicted, labels))"
             )
         if reduce_fx not in ("mean", torch.mean):
             raise UsageError(
@@ -66,8 +70,8 @@ class Recorder:
             self.step.log(**{name: value})
         else:
             raise UsageError(
-                f"self.log({name!r}) was called in {hook}(), which belongs to no batch; log it in training_step or validation_step, "
-                "of which a run takes the mean over samples"
+                f"self.log({name!r}) was called in {hook}(), which belongs to no batch; log it in training_step or validation_step, of "
+                "which a run takes the mean over samples, or a metric of torchmetrics itself in validation_step"
             )
 
     def _size(self) -> int | None:

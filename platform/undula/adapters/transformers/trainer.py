@@ -20,7 +20,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 from transformers.trainer_utils import TrainOutput
 
-from undula.adapters.evaluation import RankBatches, kept_loader, metrics_of_batch, refuse_gathered
+from undula.adapters.evaluation import RankBatches, kept_loader
+from undula.adapters.gathered import metrics_of_batch, refuse_gathered
 from undula.adapters.script import Offer, place
 from undula.adapters.transformers.arguments import job_settings, refuse_unsupported
 from undula.adapters.transformers.library import (
