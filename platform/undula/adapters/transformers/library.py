@@ -3,6 +3,7 @@
 import json
 from collections.abc import Mapping, Sequence
 from functools import reduce
+from numbers import Real
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from undula.data.script.dataset import check_indexed
 from undula.errors import SpecError, UsageError
 from undula.train.run import Run
 
-LOGGED = ("loss", "grad_norm", "learning_rate", "epoch", "step", "num_input_tokens_seen", "total_flos")
+LOGGED = ("loss", "train_loss", "grad_norm", "learning_rate", "epoch", "step", "num_input_tokens_seen", "total_flos")
 """Numbers that Hugging Face's Trainer logs itself."""
 MEASURED = ("_runtime", "_per_second", "_model_preparation_time")
 """Ends of the names of metrics that are durations, which differ from rank to rank."""
@@ -102,19 +103,27 @@ def check_datasets(training: Any, evaluation: Any) -> None:
 
 def evaluated(metrics: Mapping[str, Any]) -> dict[str, float]:
     """Return the means of an evaluation by name, without durations."""
-    return {
-        name.removeprefix("eval_"): float(value)
-        for name, value in metrics.items()
-        if name.startswith("eval_") and isinstance(value, int | float) and not name.endswith(MEASURED)
-    }
+    return {name.removeprefix("eval_"): value for name, value in _numbers(metrics).items() if name.startswith("eval_")}
 
 
 def logged_by_script(logged: Mapping[str, Any]) -> dict[str, float]:
     """Return the numbers of an entry of the log history that the script or another library has added."""
+    # The numbers of an evaluation are recorded with its result.
+    is_evaluation = any(name.startswith("eval_") and name.endswith("_runtime") for name in logged)
     return {
         name: value
-        for name, value in logged.items()
-        if name not in LOGGED and not name.startswith(("eval_", "train_")) and isinstance(value, int | float)
+        for name, value in _numbers(logged).items()
+        if name not in LOGGED and not (is_evaluation and name.startswith("eval_"))
+    }
+
+
+def _numbers(values: Mapping[str, Any]) -> dict[str, float]:
+    """Return the values that are numbers, of Python, NumPy or torch, without durations."""
+    return {
+        name: float(value)
+        for name, value in values.items()
+        if not name.endswith(MEASURED)
+        and (isinstance(value, Real) or (isinstance(value, Tensor) and value.numel() == 1))
     }
 
 
