@@ -78,7 +78,10 @@ class GivenParts:
     def add_dataset(self, data: ScriptData, training: Items, validation: Items | None) -> None:
         """Add a dataset of the script."""
         if self._placed is not None:
-            raise UsageError("run.dataset() was called after run.model(); call run.dataset() first")
+            raise UsageError(
+                "run.dataset() was called after run.model(); call run.dataset() first, and train once in a run: what a second train() or "
+                "fit() of a script does is another job"
+            )
         if self._has_dataset:
             raise UsageError("run.dataset() was called twice; call it once, with all samples in one dataset")
         self._samples = self._session.samples_of(data, training, validation)

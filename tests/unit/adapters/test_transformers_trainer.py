@@ -343,3 +343,14 @@ def test_a_missing_library_is_one_sentence(tmp_path: Path) -> None:
     )
     assert done.returncode == SpecError.status
     assert done.stderr == "undula: transformers is not installed; run pip install 'undula[transformers]'\n"
+
+
+def test_a_second_training_of_a_script_is_refused(tmp_path: Path) -> None:
+    args = arguments(tmp_path / "out", max_steps=1, eval_strategy="no", save_strategy="no")
+
+    def main() -> None:
+        for _ in range(2):
+            Trainer(tiny_gpt(), args, train_dataset=Sequences(20)).train()
+
+    with pytest.raises(UsageError, match=r"what a second train\(\) or fit\(\) of a script does is another job"):
+        train_here(main, tmp_path, *IN_ORDER)
