@@ -1,6 +1,7 @@
 """The stand-in for Accelerate's Accelerator: what a script gives to `prepare`, and what its loop calls for each batch."""
 
 import itertools
+import sys
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.utils.data import DataLoader, IterableDataset
 
+from undula.adapters.accelerate.breaks import warn_of_break
 from undula.adapters.accelerate.loaders import EvaluationLoader, PreparedLoader, TrainingLoader
 from undula.adapters.accelerate.prepared import PreparedOptimizer, PreparedScheduler
 from undula.adapters.accelerate.processes import Processes
@@ -195,6 +197,8 @@ class Accelerator(Processes):
             run.model(model)
 
         if self._run is None:
+            if "plan.max_steps" not in place().given:
+                warn_of_break(sys._getframe(1).f_code.co_filename)
             raise Offer({**training.settings(), **self._settings(count, optimizer)}, give)
         give(self._run)
         return self._epochs(self._run, training, model, optimizer)
