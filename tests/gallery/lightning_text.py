@@ -6,6 +6,7 @@ import random
 import pytorch_lightning as pl
 import torch
 from torch.utils.data import DataLoader, Dataset
+from torchmetrics.classification import MulticlassF1Score
 from transformers import DistilBertConfig, DistilBertForSequenceClassification, get_linear_schedule_with_warmup
 
 from undula.adapters.lightning import Trainer, launch
@@ -58,6 +59,7 @@ class TextTransformer(pl.LightningModule):
             vocab_size=30, dim=16, hidden_dim=32, n_layers=2, n_heads=2, max_position_embeddings=16, num_labels=3
         )
         self.model = DistilBertForSequenceClassification(config)
+        self.f1 = MulticlassF1Score(3)
 
     def forward(self, **inputs):
         return self.model(**inputs)
@@ -67,8 +69,9 @@ class TextTransformer(pl.LightningModule):
 
     def validation_step(self, batch, batch_idx):
         outputs = self(**batch)
+        self.f1(outputs.logits.argmax(dim=1), batch["labels"])
         self.log("val_loss", outputs.loss, prog_bar=True)
-        self.log("val_acc", (outputs.logits.argmax(dim=1) == batch["labels"]).float().mean(), prog_bar=True)
+        self.log("val_f1", self.f1, prog_bar=True)
         return outputs.loss
 
     def configure_optimizers(self):
