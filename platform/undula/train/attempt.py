@@ -40,6 +40,8 @@ class Attempt:
     def __init__(self, setup: RunSetup):
         self._setup = setup
         self.telemetry: Telemetry | None = None
+        self._ended: Telemetry | None = None
+        """Reports that have ended, which still take the events of what a script does after its last step."""
         self._has_overflowed = False
         """Whether the attempt has reported that the compression of gradients may have made them infinite."""
         self._has_ended = False
@@ -72,8 +74,8 @@ class Attempt:
 
     def report(self, event: Event) -> None:
         """Report an event of the run. Only the events of rank 0 reach the ledger."""
-        if self.telemetry:
-            self.telemetry.event(event)
+        if telemetry := self.telemetry or self._ended:
+            telemetry.event(event)
 
     def commit(
         self,
@@ -202,6 +204,7 @@ class Attempt:
     def close(self, wait: bool) -> None:
         """End the reports. If `wait`, this returns once all of them are stored."""
         telemetry, self.telemetry = self.telemetry, None
+        self._ended = telemetry or self._ended
         if telemetry and wait:
             telemetry.close()
         elif telemetry:

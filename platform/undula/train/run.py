@@ -200,7 +200,7 @@ class Run:
         loop.add_validation(loop.done, {name: float(mean) for name, mean in means.items()}, samples)
 
     def log(self, values: Mapping[str, float]) -> None:
-        """Record numbers by name between two steps, as an event of the step that was committed last. All ranks may call this."""
+        """Record numbers by name between two steps or after the last, as an event of the newest step. All ranks may call this."""
         loop = self._begun("log")
         loop.attempt.report(LogEvent({name: float(value) for name, value in values.items()}, step=loop.done))
 

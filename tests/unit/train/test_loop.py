@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from numbers_job import begin, cpu_run, numbers_job, run_batches, write_numbers
+from numbers_job import begin, cpu_run, numbers_job, run_batches, trained, write_numbers
 from torch import nn
 
 from undula.data.spec import ValidationSpec
@@ -21,7 +21,7 @@ from undula.errors import RunError, StorageError, SupersededError, UsageError
 from undula.recovery.worker_state import GroupEndedError, LeaveGroup, Request, WorkerState
 from undula.state import checkpoint
 from undula.state.commit import find_commits
-from undula.state.events import StartEvent, ValidationEvent, WarningEvent
+from undula.state.events import LogEvent, StartEvent, ValidationEvent, WarningEvent
 from undula.state.ledger import events_of, read_ledger
 from undula.state.spec import CheckpointSpec
 from undula.storage import Store
@@ -260,6 +260,16 @@ def test_a_finished_run_holds_no_model(job: Job) -> None:
     del model, step, steps
     gc.collect()  # a worker does the same when it joins the next group, because torch leaves reference cycles
     assert held() is None
+
+
+def test_numbers_that_a_script_logs_after_its_last_step_are_kept(job: Job) -> None:
+    run = cpu_run(job)
+    for _ in trained(run):
+        pass
+    run.log({"test_accuracy": 0.5})
+    run.free()
+    events = events_of(read_ledger(Store(job.run_url)).events, LogEvent)
+    assert [(event.step, event.values) for event in events] == [(4, {"test_accuracy": 0.5})]
 
 
 def test_a_rank_that_outlives_its_group_ends_at_the_next_batch(job: Job) -> None:
