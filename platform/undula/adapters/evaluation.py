@@ -66,7 +66,8 @@ class RankBatches:
                 self._round += 1
         finally:
             self._sizes = []
-            self._seed_alike()  # what is computed next, such as bootstrapped metrics, is the same on all ranks
+            # What is computed next, such as bootstrapped metrics, is the same on all ranks and at any world size.
+            self._seed_alike(self._num_batches)
             self._loader.free()
 
     def gathered(self, value: Any) -> list[tuple[Any, int]]:
@@ -75,12 +76,12 @@ class RankBatches:
         All ranks call this. Tensors are in host memory.
         """
         parts = self._run.gather(value)
-        self._seed_alike()
+        self._seed_alike(self._round)
         return [(part, size) for part, size in zip(parts, self._sizes, strict=True) if size]
 
-    def _seed_alike(self) -> None:
+    def _seed_alike(self, number: int) -> None:
         """Seed the random numbers equally on all ranks, which have drawn those of their own batches."""
-        seed_validation(self._run.plan.spec.seed, 0, 1, self._round)
+        seed_validation(self._run.plan.spec.seed, 0, 1, number)
 
     def _batch_of(self, number: int) -> int:
         """Return the number of the batch that a rank evaluates, which is another one's in a round without a batch for it."""

@@ -36,6 +36,7 @@ def test_random_numbers_after_an_evaluation_are_those_of_all_ranks(samples: int,
 
     for world_size in (2, 3):
         assert len({tuple(drawn(rank, world_size)) for rank in range(world_size)}) == 1
+    assert drawn(0, 1)[-2:] == drawn(0, 2)[-2:] == drawn(1, 3)[-2:]
     if stops_after is None:
         assert drawn(0, 1)[-2:] != drawn(0, 1)[:2]
 
