@@ -110,7 +110,7 @@ class Items(Dataset[Any]):
         except Exception as error:
             raise UsageError(
                 f"the dataset of run.dataset() cannot be sent to loader processes ({error}); open files and connections on the first "
-                "sample instead of in __init__, or set num_workers=0"
+                "sample instead of in __init__, leave open ones out in __getstate__, or set num_workers=0"
             ) from error
 
     @classmethod

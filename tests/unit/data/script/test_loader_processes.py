@@ -22,6 +22,7 @@ from waiting import wait_until
 
 from undula.data.script.items import Items, requests
 from undula.data.script.loader_processes import MOST_LOSSES, Loader
+from undula.data.script.reader import ScriptReader
 from undula.errors import UsageError
 from undula.masking.values import declare, mask
 from undula.plan.plan import Plan, PlanSpec
@@ -91,6 +92,50 @@ def test_the_same_processes_get_a_dataset_that_changes(loader: Loader, taken: in
     send_signal(before[0], signal.SIGKILL)
     wait_until(lambda: not is_alive(before[0]))
     assert marks(loader, 7) == {3}
+
+
+def test_a_process_that_replaces_a_lost_one_gets_the_dataset_of_the_epochs_first_batch(loader: Loader) -> None:
+    dataset = Marked(1)
+    from_step(loader, dataset=dataset)
+    assert marks(loader, 1) == {1}
+    dataset.mark = 2  # too late for this epoch
+    dataset.file = threading.Lock()
+    lost = processes_of(loader)[0]
+    send_signal(lost, signal.SIGKILL)
+    wait_until(lambda: not is_alive(lost))
+    assert marks(loader, 7) == {1}
+    del dataset.file
+    loader.renew()
+    assert marks(loader, 7) == {2}
+
+
+def test_a_dataset_that_can_no_longer_be_sent_when_an_epoch_begins_is_refused(loader: Loader) -> None:
+    dataset = Marked(1)
+    from_step(loader, dataset=dataset)
+    dataset.mark, dataset.file = 2, threading.Lock()
+    with pytest.raises(UsageError, match=r"cannot be sent to loader processes \(.*lock.*\); .* __getstate__"):
+        loader.renew()
+    with pytest.raises(UsageError, match=r"cannot be sent to loader processes"):
+        from_step(loader, dataset=dataset)
+
+
+class Opening(Drawn):
+    """Dataset that opens a file on its first sample, which cannot be pickled any more."""
+
+    file: Any = None
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        self.file = threading.Lock()
+        return super().__getitem__(index)
+
+
+def test_a_rank_without_samples_leaves_the_dataset_as_the_next_epoch_sends_it(loader: Loader) -> None:
+    items = Items(Opening(), with_noise)
+    reader = ScriptReader(items, loader, PLAN, range(4), 0, "training")
+    for size in (2, 1):
+        assert reader.any_rows(2).batch["index"].tolist() == [0, 1]
+        reader.take(0, size)
+        loader.renew()
 
 
 class Collate:
