@@ -1,24 +1,20 @@
-"""Reading of files of tables: Parquet, Arrow, CSV and JSON lines. Files that are read together get one schema, or are refused by name."""
+"""Reading of files of tables of any format. Files that are read together get one schema, or are refused by name."""
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from urllib.parse import unquote
 
-import numpy as np
 import pyarrow as pa
-import pyarrow.csv
 import pyarrow.dataset
-import pyarrow.json
 
+from undula.data.prepare.text_files import csv_integers, exact, json_integers, open_csv, open_json
 from undula.errors import ManifestError
 from undula.storage import Store
 
-BLOCK_BYTES = 16 * 2**20
-"""Bytes of CSV or JSON lines that are parsed at once. The first block decides on the types, and no row can be longer."""
 BATCH_ROWS = 2**14
 """Maximum number of rows of a Parquet file in one table."""
 OPEN_AT_ONCE = 16
@@ -71,7 +67,7 @@ class TableFiles:
             with self._errors(name):
                 reader = self.open(self.store, name, None if self.columns is None else self.schema.names)
                 own = set(reader.schema.names)
-                for batch in reader:
+                for batch in self._exact(reader, name):
                     if batch.num_rows:
                         arrays = [
                             self._column(batch, field, name, None if field.name in own else values[field.name])
@@ -79,17 +75,18 @@ class TableFiles:
                         ]
                         yield pa.Table.from_arrays(arrays, schema=self.schema)
 
+    def _exact(self, batches: pa.RecordBatchReader, name: str) -> Iterable[pa.RecordBatch]:
+        if self.open not in (open_csv, open_json):
+            return batches
+        reread = csv_integers if self.open is open_csv else json_integers
+        return exact(batches, self.schema.names, partial(reread, self.store, name), f"{self.store.url}/{name}")
+
     def _column(self, batch: pa.RecordBatch, field: pa.Field, name: str, partition: str | None) -> pa.Array:
         if partition is not None:
             value = None if partition == NO_PARTITION else partition
             return pa.repeat(pa.scalar(value, pa.string()), batch.num_rows).cast(field.type)
         try:
             array = _plain(batch, field.name)
-            if self.open in (open_csv, open_json) and _are_rounded(array):
-                raise ManifestError(
-                    f"column {field.name!r} of {self.store.url}/{name} has integers of 2^63 or more, which no column of integers holds; "
-                    "put them in quotes, as text"
-                )
             return array if array.type == field.type else array.cast(field.type)
         except pa.ArrowInvalid as error:
             raise ManifestError(
@@ -125,19 +122,6 @@ def open_parquet(store: Store, name: str, columns: Sequence[str] | None) -> pa.R
     fragment = pyarrow.dataset.ParquetFileFormat().make_fragment(store.path(name), store.filesystem)
     names = [name for name in fragment.physical_schema.names if columns is None or name in columns]
     return fragment.scanner(columns=names, batch_size=BATCH_ROWS).to_reader()
-
-
-def open_csv(store: Store, name: str, columns: Sequence[str] | None) -> pa.RecordBatchReader:
-    """Open a CSV file, which may be compressed."""
-    options, quoted = pyarrow.csv.ReadOptions(block_size=BLOCK_BYTES), pyarrow.csv.ParseOptions(newlines_in_values=True)
-    file = store.filesystem.open_input_stream(store.path(name))
-    return pyarrow.csv.open_csv(file, read_options=options, parse_options=quoted)
-
-
-def open_json(store: Store, name: str, columns: Sequence[str] | None) -> pa.RecordBatchReader:
-    """Open a file of JSON lines, which may be compressed. A field that the first block lacks is an error, as it should be."""
-    options = pyarrow.json.ReadOptions(block_size=BLOCK_BYTES)
-    return pyarrow.json.open_json(store.filesystem.open_input_stream(store.path(name)), read_options=options)
 
 
 def open_arrow(store: Store, name: str, columns: Sequence[str] | None) -> pa.RecordBatchReader:
@@ -244,14 +228,6 @@ def _tensor_shape(field: pa.Field) -> tuple[int, ...] | None:
     if metadata.get(b"ARROW:extension:name", b"").startswith(RAY_TENSOR.encode()):
         return tuple(json.loads(metadata[b"ARROW:extension:metadata"]))
     return None
-
-
-def _are_rounded(array: pa.Array) -> bool:
-    """Return whether numbers of a text file are integers that are too large for one, of which Arrow makes floats."""
-    if not pa.types.is_float64(array.type):
-        return False
-    values = np.abs(array.drop_null().to_numpy())
-    return bool(values.size and 2.0**63 <= values.max() <= 2.0**64 and (values == np.floor(values)).all())
 
 
 def _are_int32(values: pa.Array) -> bool:

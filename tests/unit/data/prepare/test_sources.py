@@ -12,7 +12,7 @@ import pyarrow.parquet as pq
 import pytest
 from source_files import ROWS, TABLE, arrow, refusal, rows, saved_to_disk, tar
 
-from undula.data.prepare import formats
+from undula.data.prepare import text_files
 from undula.errors import ManifestError
 from undula.storage import open_store
 
@@ -220,7 +220,7 @@ def test_compressed_text_is_read(tmp_path: Path, ending: str) -> None:
 def test_values_of_a_csv_file_may_have_line_breaks_wherever_a_block_ends(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, columns: list[str]
 ) -> None:
-    monkeypatch.setattr(formats, "BLOCK_BYTES", 512)
+    monkeypatch.setattr(text_files, "BLOCK_BYTES", 512)
     written = [{"text": "\n".join(["a word, and more"] * (row % 9 + 1)), "n": row} for row in range(200)]
     with (tmp_path / "a.csv").open("w", newline="") as file:
         writer = csv.DictWriter(file, columns, extrasaction="ignore")
@@ -268,7 +268,7 @@ def test_an_odd_file_is_refused_by_name(tmp_path: Path, name: str, content: byte
 
 
 def test_a_field_that_first_appears_late_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(formats, "BLOCK_BYTES", 100)
+    monkeypatch.setattr(text_files, "BLOCK_BYTES", 100)
     lines = [json.dumps({"n": n}) for n in range(30)] + [json.dumps({"n": 30, "late": 1})]
     (tmp_path / "a.jsonl").write_text("\n".join(lines))
     assert "a.jsonl: JSON parse error: unexpected field; the types" in refusal(tmp_path)
@@ -328,11 +328,27 @@ def test_a_column_that_is_named_twice_is_refused(tmp_path: Path) -> None:
     assert "--columns names 'n' twice" in refusal(tmp_path, ("n", "n"))
 
 
-@pytest.mark.parametrize(("file", "text"), [("a.csv", "id\n{}\n{}\n"), ("a.jsonl", '{{"id": {}}}\n{{"id": {}}}\n')])
-def test_integers_that_would_be_rounded_are_refused(tmp_path: Path, file: str, text: str) -> None:
-    (tmp_path / file).write_text(text.format(2**63, 2**63 + 1))
-    assert "column 'id'" in refusal(tmp_path)
-    assert "has integers of 2^63 or more, which no column of integers holds; put them in quotes" in refusal(tmp_path)
-    for numbers in ((1e30, 0.5), (6.02e23, 1.5e21)):
-        (tmp_path / file).write_text(text.format(*numbers))
-        assert rows(tmp_path) == [{"id": number} for number in numbers]
+def text_of_ids(file: Path, *ids: object) -> None:
+    """Write a file of text, with a column of integers beside the ids."""
+    rows = [f"{value},9007199254740993" for value in ids]
+    if ".json" in file.name:
+        rows = [f'{{"id":\n{value}, "n": 9007199254740993}}' for value in ids]
+    text = "\n".join(rows if ".json" in file.name else ["id,n", *rows]).encode()
+    file.write_bytes(gzip.compress(text) if file.suffix == ".gz" else text)
+
+
+@pytest.mark.parametrize("name", ["a.csv", "a.csv.gz", "a.jsonl", "a.json.gz"])
+def test_integers_that_would_be_rounded_are_refused_with_the_value(tmp_path: Path, name: str) -> None:
+    where = f"column 'id' of {tmp_path}/{name}"
+    for integer, other in [(2**53 + 1, 0.5), (2**63 + 1, 2**63), (-(2**64) - 1, 7), (10**400, 1)]:
+        text_of_ids(tmp_path / name, 1, integer, other)
+        assert f"{where} has the integer {integer} beside fractions or integers of 2^63 or more" in refusal(tmp_path)
+        assert rows(tmp_path, ("n",)) == [{"n": 2**53 + 1}] * 3
+    for numbers in ((1e30, 0.5), (6.02e23, 1.5e21), (2**53, 0.5), (10**22, 1.5)):
+        text_of_ids(tmp_path / name, *numbers)
+        assert [row["id"] for row in rows(tmp_path)] == list(numbers)
+
+
+def test_integers_in_lists_that_would_be_rounded_are_refused(tmp_path: Path) -> None:
+    text_of_ids(tmp_path / "a.jsonl", [1.5, 2], [0, 2**53 + 1])
+    assert "has the integer 9007199254740993 beside fractions" in refusal(tmp_path)
