@@ -75,7 +75,7 @@ class TableFiles:
                         ]
                         yield pa.Table.from_arrays(arrays, schema=self.schema)
 
-    def _exact(self, batches: pa.RecordBatchReader, name: str) -> Iterable[pa.RecordBatch]:
+    def _exact(self, batches: Iterable[pa.RecordBatch], name: str) -> Iterable[pa.RecordBatch]:
         if self.open not in (open_csv, open_json):
             return batches
         reread = csv_integers if self.open is open_csv else json_integers
