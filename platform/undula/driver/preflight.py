@@ -7,6 +7,7 @@ from pathlib import Path
 
 from undula.config.job import LoadedSpec, changed_key
 from undula.data.planned import Data
+from undula.data.prepare.index import renew_copy
 from undula.data.script.indexed import IndexedData, ScriptData, recorded_data
 from undula.data.stored.manifest import load_manifest
 from undula.data.stored.mixture import Mixture, StoredData, load_data
@@ -209,6 +210,8 @@ def _checked(
     for url in urls:
         _refuse_lost_path(key, url, loaded)
     try:
+        for url in urls:
+            renew_copy(url)
         data = load()
         data.select(loaded.spec.data.columns)
         data.check_files()

@@ -1,6 +1,7 @@
 """Tests of preflight, which refuses jobs that would fail in a worker. They use no Ray and no worker."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -8,6 +9,7 @@ from numbers_job import write_numbers
 from torch import nn
 
 from undula.config.job import LoadedSpec, load_spec
+from undula.data.stored.manifest import load_manifest
 from undula.driver import preflight
 from undula.driver.preflight import check_job, check_model, examine, on_machines, prepare
 from undula.driver.record import record_job
@@ -48,6 +50,17 @@ def test_a_record_describes_the_job_and_a_resumed_run_keeps_its_identity(tmp_pat
     with pytest.raises(SupersededError):
         require_newest_submission(prepared.store, first.job.submission)
     assert json.loads(prepared.store.read(JOB_FILE))["spec"]["workers"]["hang_limit_s"] == 9
+
+
+def test_a_run_continues_with_a_copy_of_its_data(tmp_path: Path) -> None:
+    loaded = job(tmp_path)
+    first = record_job(loaded, prepare(loaded, train, fresh=False).plan, open_store(str(tmp_path / "run")))
+    shutil.copytree(tmp_path / "data", tmp_path / "copy", copy_function=shutil.copyfile)
+    moved = job(tmp_path, f"data.train={tmp_path}/copy")
+    prepared = prepare(moved, train, fresh=False)
+    assert record_job(moved, prepared.plan, prepared.store).job.run_id == first.job.run_id
+    versions = [[file.version for file in load_manifest(str(tmp_path / name)).files] for name in ("data", "copy")]
+    assert versions[0] != versions[1]
 
 
 def test_the_record_has_the_number_of_gpus_that_auto_stands_for(tmp_path: Path) -> None:

@@ -1,19 +1,20 @@
 """Indexing of existing Parquet files: it lists them once, reads their footers many at a time, and writes the manifest."""
 
+import logging
 from collections import deque
 from collections.abc import Callable, Generator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from hashlib import sha256
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from undula.data.prepare.listing import Listing, list_data
-from undula.data.stored.manifest import Column, Manifest, ManifestFile, column_of, write_manifest
+from undula.data.stored.manifest import Column, Manifest, ManifestFile, column_of, load_manifest, write_manifest
 from undula.data.stored.shards import Shard, read_footer
-from undula.errors import ManifestError
+from undula.errors import ManifestError, StorageError
 from undula.storage import Entry, Store, open_store
 
 PARALLEL_FOOTERS = 32
@@ -74,11 +75,51 @@ def index_files(listing: Listing, advance: Callable[[int], None], out: str | Non
             advance(1)
     assert seen is not None  # a listing has at least one file
     home = open_store(out) if out else store
+    is_beside = home == store
     # A manifest elsewhere must not depend on the working directory, so it has the absolute path of the data.
-    url = store.url if home == store or store.is_s3 else store.path()
-    manifest = Manifest(url, tuple(files), seen.columns, store.anonymous)
-    write_manifest(home, manifest, is_beside=home == store)
+    url, place = (store.url, _place_of(store)) if is_beside else (_place_of(store), "")
+    manifest = Manifest(url, tuple(files), seen.columns, store.anonymous, place)
+    write_manifest(home, manifest, is_beside)
     return manifest
+
+
+def renew_copy(url: str) -> None:
+    """Write the manifest of a data set anew if the data set is a copy, whose files have other versions than those that were indexed.
+
+    Files are copies if they are at another place than the indexed ones, and have their names, sizes and footers. Otherwise nothing is done.
+
+    Raises:
+        ManifestError: The manifest cannot be written, or a file is not intact.
+    """
+    manifest, home = load_manifest(url), open_store(url)
+    if manifest.indexed_at in ("", _place_of(home)):
+        return
+    present = home.find([file.name for file in manifest.files])
+    entries = [present.get(file.name) for file in manifest.files]
+    pairs = [(entry, file) for entry, file in zip(entries, manifest.files, strict=True) if entry]
+    if len(pairs) < len(entries) or any(entry.bytes != file.bytes for entry, file in pairs):
+        return
+    if all(entry.version == file.version for entry, file in pairs):
+        return
+    with closing(_footers(Listing(home, tuple(entry for entry, _ in pairs), 0))) as footers:
+        files = tuple(footer.file for footer in footers)
+    copy = replace(manifest, files=files, indexed_at=_place_of(home))
+    if copy.digest != manifest.digest:
+        return
+    try:
+        write_manifest(home, copy, is_beside=True)
+    except StorageError as error:
+        raise ManifestError(
+            f"{url} is a copy of {manifest.indexed_at}, and its manifest needs the versions of the copied files, but {error}; run "
+            f"`undula data index {url} --out FOLDER`, and use FOLDER as the URL of the data"
+        ) from error
+    message = "%s is a copy of %s; its manifest has the modification times or ETags of the copied files now"
+    logging.getLogger("undula").warning(message, url, manifest.indexed_at)
+
+
+def _place_of(store: Store) -> str:
+    """Return the URL of a store, as an absolute path on a disk."""
+    return store.url if store.is_s3 else store.path()
 
 
 @dataclass(frozen=True)

@@ -95,6 +95,8 @@ class Manifest:
     columns: tuple[Column, ...]
     anonymous: bool = False
     """Whether the files are read without credentials."""
+    indexed_at: str = ""
+    """Place at which the files had these versions; a copy elsewhere has others. Empty if unknown, or if the manifest is not beside them."""
 
     @property
     def store(self) -> Store:
@@ -183,7 +185,9 @@ class Manifest:
             "columns": [asdict(column) for column in self.columns],
             "files": [asdict(file) for file in self.files],
         }
-        if not is_beside:
+        if is_beside:
+            body["indexed_at"] = self.indexed_at
+        else:
             body["data"] = {"url": self.url, "anonymous": self.anonymous}
         return json.dumps(body, indent=1) + "\n"
 
@@ -238,6 +242,7 @@ def _parsed(url: str, store_url: str, name: str, content: bytes) -> Manifest:
             ),
             columns=tuple(Column(column["name"], column["type"], tuple(column["shape"])) for column in body["columns"]),
             anonymous=data["anonymous"],
+            indexed_at=body.get("indexed_at", ""),
         )
         digest = body["digest"]
     except (ValueError, KeyError, TypeError) as error:
