@@ -12,6 +12,7 @@ import pyarrow as pa
 import pyarrow.dataset
 
 from undula.data.prepare.text_files import csv_integers, exact, json_integers, open_csv, open_json
+from undula.data.stored.shards import ENCRYPTED
 from undula.errors import ManifestError
 from undula.storage import Store
 
@@ -111,6 +112,8 @@ class TableFiles:
         try:
             yield
         except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
+            if "decrypt" in str(error).replace(self.store.path(name), ""):
+                raise ManifestError(ENCRYPTED.format(f"{self.store.url}/{name}")) from error
             raise ManifestError(
                 f"cannot read {self.store.url}/{name}: {_line(error)}; the types of a CSV or JSON lines file are those of its "
                 "first rows, and other files must be intact"

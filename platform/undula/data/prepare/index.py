@@ -9,11 +9,10 @@ from dataclasses import dataclass, replace
 from hashlib import sha256
 
 import pyarrow as pa
-import pyarrow.parquet as pq
 
 from undula.data.prepare.listing import Listing, list_data
 from undula.data.stored.manifest import Column, Manifest, ManifestFile, column_of, load_manifest, write_manifest
-from undula.data.stored.shards import Shard, read_footer
+from undula.data.stored.shards import TAIL_BYTES, Shard, intact, parse_footer, read_footer
 from undula.errors import ManifestError, StorageError
 from undula.storage import Entry, Store, open_store
 
@@ -21,7 +20,6 @@ PARALLEL_FOOTERS = 32
 """Number of footers that are read at the same time."""
 FOOTERS_AHEAD = 4 * PARALLEL_FOOTERS
 """Maximum number of footers that are read or wait to be read before the first of them is taken."""
-_TAIL_BYTES = 8  # a Parquet file ends with the length of its footer and a magic number
 
 
 def index(
@@ -167,12 +165,9 @@ def _footers(listing: Listing) -> Generator[_Footer, None, None]:
 def _footer(store: Store, entry: Entry) -> _Footer:
     where = f"{store.url}/{entry.name}"
     data = read_footer(Shard(store, entry.name, entry.bytes, entry.version))
-    try:
-        metadata = pq.read_metadata(pa.BufferReader(data))
+    metadata = parse_footer(data, where)
+    with intact(where):
         schema = metadata.schema.to_arrow_schema()
-    except (pa.ArrowInvalid, OSError) as error:
-        detail = " ".join(str(error).split())
-        raise ManifestError(f"{where} is not an intact Parquet file: {detail}") from error
     columns = tuple(column_of(field, where) for field in schema)
     if len(set(schema.names)) < len(schema.names):
         twice = next(name for name in schema.names if schema.names.count(name) > 1)
@@ -184,6 +179,6 @@ def _footer(store: Store, entry: Entry) -> _Footer:
         version=entry.version,
         row_groups=tuple(group.num_rows for group in groups),
         row_group_bytes=tuple(group.total_byte_size for group in groups),
-        footer_sha256=sha256(data[:-_TAIL_BYTES]).hexdigest(),
+        footer_sha256=sha256(data[:-TAIL_BYTES]).hexdigest(),
     )
     return _Footer(file, schema, columns)

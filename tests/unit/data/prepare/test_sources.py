@@ -3,6 +3,7 @@
 import csv
 import gzip
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,9 +11,11 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from source_files import ROWS, TABLE, arrow, refusal, rows, saved_to_disk, tar
+from source_files import ROWS, TABLE, arrow, encrypted, refusal, rows, saved_to_disk, tar
 
 from undula.data.prepare import text_files
+from undula.data.prepare.index import index
+from undula.data.stored.shards import Shard
 from undula.errors import ManifestError
 from undula.storage import open_store
 
@@ -321,6 +324,20 @@ def test_sources_on_s3_are_read(s3: Any, tmp_path: Path) -> None:
     assert rows(s3.url("data/tars/a.tar")) == [{"cls": 7, "key": "0"}]
     assert rows(s3.url("data/a.csv.gz")) == [{"n": 5}]
     assert "data/b.csv does not exist" in refusal(s3.url("data/b.csv"))
+
+
+@pytest.mark.parametrize("has_plain_footer", [True, False])
+def test_an_encrypted_file_is_refused_by_name(tmp_path: Path, has_plain_footer: bool) -> None:
+    parquet(tmp_path / "a.parquet", **TABLE.to_pydict())
+    manifest = index(str(tmp_path))
+    encrypted(tmp_path / "a.parquet", has_plain_footer)
+    sentence = f"{tmp_path}/a.parquet is encrypted, and Undula has no keys for Parquet files; write its rows to"
+    assert sentence in refusal(tmp_path)
+    with pytest.raises(ManifestError, match=re.escape(sentence)):
+        index(str(tmp_path))
+    (entry,) = (entry for entry in manifest.store.list() if entry.name == "a.parquet")
+    with pytest.raises(ManifestError, match=re.escape(sentence)):
+        Shard(manifest.store, entry.name, entry.bytes, entry.version).row_group(0, ["n"])
 
 
 def test_a_column_that_is_named_twice_is_refused(tmp_path: Path) -> None:
