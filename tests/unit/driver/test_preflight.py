@@ -5,6 +5,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+from data_sets import write_table
 from numbers_job import write_numbers
 from torch import nn
 
@@ -13,7 +14,7 @@ from undula.data.stored.manifest import load_manifest
 from undula.driver import preflight
 from undula.driver.preflight import check_job, check_model, examine, on_machines, prepare
 from undula.driver.record import record_job
-from undula.errors import CheckpointError, RunError, SpecError, SupersededError
+from undula.errors import CheckpointError, ManifestError, RunError, SpecError, SupersededError
 from undula.plan.plan import Plan
 from undula.state.commit import Commit
 from undula.state.directory import JOB_FILE, require_newest_submission
@@ -162,6 +163,14 @@ def test_a_run_without_a_checkpoint_resumes_with_the_same_settings_only(tmp_path
     prepare(loaded, train, fresh=True)
     with pytest.raises(RunError, match=r"schedule.base_lr is .* but .*/run was started with 0.5; restore it"):
         prepare(loaded, train, fresh=False)
+
+
+def test_validation_data_with_other_columns_are_refused_with_the_first_difference(tmp_path: Path) -> None:
+    write_table(tmp_path / "other", {"x": [1.5] * 48})
+    with pytest.raises(
+        ManifestError, match=r"/other has other columns than .*/data: column 'x' is double and not float;"
+    ):
+        prepare(job(tmp_path, f"data.validation={tmp_path}/other"), train, fresh=False)
 
 
 def test_validation_data_may_be_smaller_than_a_step(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ import pyarrow as pa
 import pyarrow.dataset
 
 from undula.data.prepare.text_files import csv_integers, exact, json_integers, open_csv, open_json
+from undula.data.stored.manifest import SHAPE_KEY, column_of
 from undula.data.stored.shards import ENCRYPTED
 from undula.errors import ManifestError
 from undula.storage import Store
@@ -87,7 +88,7 @@ class TableFiles:
             value = None if partition == NO_PARTITION else partition
             return pa.repeat(pa.scalar(value, pa.string()), batch.num_rows).cast(field.type)
         try:
-            array = _plain(batch, field.name)
+            array = _plain(batch, field.name, f"{self.store.url}/{name}")
             return array if array.type == field.type else array.cast(field.type)
         except pa.ArrowInvalid as error:
             raise ManifestError(
@@ -157,7 +158,7 @@ def _common_schema(
                 raise ManifestError(_missing(url, column, file, names, schemas))
             if count > 1:
                 raise ManifestError(f"{url}/{file} has {count} columns with the name {column!r}; rename them")
-            kind = _type_of(schema.field(column))
+            kind = _type_of(schema.field(column), f"{url}/{file}")
             before, first = known.get(column, (kind, file))
             known[column] = (_promoted(before, kind, f"column {column!r} of {url}", first, file), first)
     return pa.schema([(column, kind) for column, (kind, _) in known.items()])
@@ -180,6 +181,8 @@ def _promoted(one: pa.DataType, other: pa.DataType, what: str, first: str, file:
     try:
         if _is_text(one) != _is_text(other) and pa.null() not in (one, other):
             raise pa.ArrowTypeError  # Arrow would turn strings to bytes
+        if _sizes(one) and _sizes(other) and _sizes(one) != _sizes(other):
+            raise pa.ArrowTypeError  # Arrow would make lists of any length
         fields = [pa.schema([("column", kind)]) for kind in (one, other)]
         return pa.unify_schemas(fields, promote_options="permissive").field(0).type
     except pa.ArrowTypeError:
@@ -189,14 +192,19 @@ def _promoted(one: pa.DataType, other: pa.DataType, what: str, first: str, file:
         ) from None
 
 
+def _sizes(kind: pa.DataType) -> list[int]:
+    """Return the sizes of fixed-size lists in one another."""
+    return [kind.list_size, *_sizes(kind.value_type)] if pa.types.is_fixed_size_list(kind) else []
+
+
 def _is_text(kind: pa.DataType) -> bool:
     return bool(pa.types.is_string(kind) or pa.types.is_large_string(kind))
 
 
-def _type_of(field: pa.Field) -> pa.DataType:
+def _type_of(field: pa.Field, where: str) -> pa.DataType:
     """Return the type of a column without the dictionary that encodes its values, and as lists of lists if it has tensors."""
     kind = field.type
-    shape = _tensor_shape(field)
+    shape = _tensor_shape(field, where)
     if shape is None:
         return kind.value_type if pa.types.is_dictionary(kind) else kind
     nested = getattr(kind, "storage_type", kind).value_type
@@ -205,19 +213,24 @@ def _type_of(field: pa.Field) -> pa.DataType:
     return nested
 
 
-def _plain(batch: pa.RecordBatch, name: str) -> pa.Array:
+def _plain(batch: pa.RecordBatch, name: str, where: str) -> pa.Array:
     """Return a column of a batch, as lists of lists if it has tensors."""
-    array, shape = batch.column(name), _tensor_shape(batch.schema.field(name))
-    if shape is None or array.null_count:
+    array, shape = batch.column(name), _tensor_shape(batch.schema.field(name), where)
+    if shape is None:
         return array
+    if array.null_count:
+        raise ManifestError(
+            f"column {name!r} of {where} has nulls in place of tensors; replace them or leave the column out by naming the others with "
+            "--columns"
+        )
     values = getattr(array, "storage", array).flatten()
     for size in reversed(shape):
         values = pa.FixedSizeListArray.from_arrays(values, size)
     return values
 
 
-def _tensor_shape(field: pa.Field) -> tuple[int, ...] | None:
-    """Return the shape of each value of a column of tensors, as Arrow and Ray Data write them; None for other columns.
+def _tensor_shape(field: pa.Field, where: str) -> tuple[int, ...] | None:
+    """Return the shape of each value of a column of tensors, as Undula, Arrow and Ray Data write them; None for other columns.
 
     Arrow knows the types of Ray Data only in a process that has imported Ray.
     """
@@ -230,7 +243,7 @@ def _tensor_shape(field: pa.Field) -> tuple[int, ...] | None:
         return tuple(kind.shape)
     if metadata.get(b"ARROW:extension:name", b"").startswith(RAY_TENSOR.encode()):
         return tuple(json.loads(metadata[b"ARROW:extension:metadata"]))
-    return None
+    return column_of(field, where).shape if SHAPE_KEY in metadata and pa.types.is_fixed_size_list(kind) else None
 
 
 def _are_int32(values: pa.Array) -> bool:

@@ -11,7 +11,15 @@ from hashlib import sha256
 import pyarrow as pa
 
 from undula.data.prepare.listing import Listing, list_data
-from undula.data.stored.manifest import Column, Manifest, ManifestFile, column_of, load_manifest, write_manifest
+from undula.data.stored.manifest import (
+    Column,
+    Manifest,
+    ManifestFile,
+    column_of,
+    difference,
+    load_manifest,
+    write_manifest,
+)
 from undula.data.stored.shards import TAIL_BYTES, Shard, intact, parse_footer, read_footer
 from undula.errors import ManifestError, StorageError
 from undula.storage import Entry, Store, open_store
@@ -131,20 +139,12 @@ class _Footer:
 
 def _difference(own: "_Footer", first: "_Footer") -> str:
     """Return the first difference between the schema of a file and that of the first file."""
-    shapes, first_shapes = ({column.name: column.shape for column in footer.columns} for footer in (own, first))
-    for name in dict.fromkeys([*first.schema.names, *own.schema.names]):
-        if name not in own.schema.names:
-            return f"it has no column {name!r}"
-        if name not in first.schema.names:
-            return f"it also has a column {name!r}"
-        here, there = own.schema.field(name), first.schema.field(name)
-        if here.type != there.type:
-            return f"column {name!r} is {here.type} and not {there.type}"
-        if shapes[name] != first_shapes[name]:
-            return f"column {name!r} has the shape {list(shapes[name])} and not {list(first_shapes[name])}"
-        if here != there:
-            return f"column {name!r} may {'' if here.nullable else 'not '}be null"
-    return f"it has the columns in the order {', '.join(own.schema.names)}"
+    if text := difference(own.columns, first.columns):
+        return text
+    here, there = next(pair for pair in zip(own.schema, first.schema, strict=True) if pair[0] != pair[1])
+    if here.type != there.type:
+        return f"column {here.name!r} is {here.type} and not {there.type}"
+    return f"column {here.name!r} may {'' if here.nullable else 'not '}be null"
 
 
 def _footers(listing: Listing) -> Generator[_Footer, None, None]:

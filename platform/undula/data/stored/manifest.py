@@ -63,6 +63,9 @@ class Column:
     shape: tuple[int, ...]
     """Shape of one sample's array; empty for a scalar."""
 
+    def __str__(self) -> str:
+        return f"{self.type} {list(self.shape)}" if self.shape else self.type
+
     def values(self, array: pa.Array) -> pa.Array:
         """Return the values of some rows of the column, in one dimension if a sample is an array.
 
@@ -190,6 +193,19 @@ class Manifest:
         else:
             body["data"] = {"url": self.url, "anonymous": self.anonymous}
         return json.dumps(body, indent=1) + "\n"
+
+
+def difference(own: Sequence[Column], first: Sequence[Column]) -> str | None:
+    """Return the first difference between two lists of columns, as in "column 'x' is int64 and not float"; None if there is none."""
+    here, there = ({column.name: column for column in columns} for columns in (own, first))
+    for name in dict.fromkeys([*there, *here]):
+        if name not in here:
+            return f"it has no column {name!r}"
+        if name not in there:
+            return f"it also has a column {name!r}"
+        if here[name] != there[name]:
+            return f"column {name!r} is {here[name]} and not {there[name]}"
+    return None if list(here) == list(there) else f"it has the columns in the order {', '.join(here)}"
 
 
 def load_manifest(url: str) -> Manifest:

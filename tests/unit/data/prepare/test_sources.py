@@ -5,6 +5,7 @@ import gzip
 import json
 import re
 from collections.abc import Callable
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -324,6 +325,33 @@ def test_sources_on_s3_are_read(s3: Any, tmp_path: Path) -> None:
     assert rows(s3.url("data/tars/a.tar")) == [{"cls": 7, "key": "0"}]
     assert rows(s3.url("data/a.csv.gz")) == [{"n": 5}]
     assert "data/b.csv does not exist" in refusal(s3.url("data/b.csv"))
+
+
+def tensors(*shape: int, has_null: bool = False) -> pa.Array:
+    """Return two tensors, of which the second one may be null."""
+    values = pa.array(
+        [[0.0] * prod(shape), None if has_null else [1.0] * prod(shape)], pa.list_(pa.float64(), prod(shape))
+    )
+    return pa.ExtensionArray.from_storage(pa.fixed_shape_tensor(pa.float64(), shape), values)
+
+
+def test_tensors_that_are_null_are_refused_by_name(tmp_path: Path) -> None:
+    parquet(tmp_path / "a.parquet", x=tensors(2, 3, has_null=True))
+    assert refusal(tmp_path).startswith(
+        f"column 'x' of {tmp_path}/a.parquet has nulls in place of tensors; replace them"
+    )
+
+
+@pytest.mark.parametrize("shape", [(3, 2), (2, 4), (6,)])
+def test_tensors_of_several_shapes_are_refused_with_both_files(tmp_path: Path, shape: tuple[int, ...]) -> None:
+    parquet(tmp_path / "a.parquet", x=tensors(2, 3))
+    parquet(tmp_path / "b.parquet", x=tensors(*shape))
+    text = refusal(tmp_path)
+    assert (
+        f"column 'x' of {tmp_path} has type fixed_size_list<item: fixed_size_list<item: double>[3]>[2] in a.parquet"
+        in text
+    )
+    assert f"[{shape[0]}] in b.parquet; write all files with one type" in text
 
 
 @pytest.mark.parametrize("has_plain_footer", [True, False])
