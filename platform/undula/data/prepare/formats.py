@@ -77,11 +77,12 @@ class TableFiles:
                         ]
                         yield pa.Table.from_arrays(arrays, schema=self.schema)
 
-    def _exact(self, batches: Iterable[pa.RecordBatch], name: str) -> Iterable[pa.RecordBatch]:
+    def _exact(self, reader: pa.RecordBatchReader, name: str) -> Iterable[pa.RecordBatch]:
+        batches: Iterable[pa.RecordBatch] = reader
         if self.open not in (open_csv, open_json):
             return batches
         reread = csv_integers if self.open is open_csv else json_integers
-        return exact(batches, self.schema.names, partial(reread, self.store, name), f"{self.store.url}/{name}")
+        return exact(reader, self.schema.names, partial(reread, self.store, name), f"{self.store.url}/{name}")
 
     def _column(self, batch: pa.RecordBatch, field: pa.Field, name: str, partition: str | None) -> pa.Array:
         if partition is not None:

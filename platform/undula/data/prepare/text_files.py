@@ -1,6 +1,7 @@
 """Reading of CSV and JSON files, and of their integers, which Arrow rounds in a column with fractions or with integers of 2^63 or more."""
 
 import io
+import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from decimal import Decimal
 from json import JSONDecodeError, JSONDecoder
@@ -38,7 +39,7 @@ def open_json(store: Store, name: str, columns: Sequence[str] | None) -> pa.Reco
 
 
 def exact(
-    batches: Iterable[pa.RecordBatch], columns: Iterable[str], integers: Callable[[str], Iterator[Decimal]], where: str
+    batches: pa.RecordBatchReader, columns: Iterable[str], integers: Callable[[str], Iterator[Decimal]], where: str
 ) -> Iterator[pa.RecordBatch]:
     """Yield batches of a file in which no integer was rounded.
 
@@ -50,15 +51,20 @@ def exact(
 
     Raises:
         ManifestError: An integer was rounded.
+        pa.ArrowInvalid: The file cannot be read. The message names the column in place of its number.
     """
-    unchecked = set(columns)
-    for batch in batches:
-        for column in sorted(unchecked & set(batch.schema.names)):
-            if _has_large_floats(batch.column(column)):
-                unchecked.remove(column)
-                for integer in integers(column):
-                    _refuse_rounded(integer, column, where)
-        yield batch
+    unchecked, names = set(columns), batches.schema.names
+    try:
+        for batch in batches:
+            for column in sorted(unchecked & set(names)):
+                if _has_large_floats(batch.column(column)):
+                    unchecked.remove(column)
+                    for integer in integers(column):
+                        _refuse_rounded(integer, column, where)
+            yield batch
+    except pa.ArrowInvalid as error:
+        named = re.sub(r"CSV column #(\d+)", lambda found: f"CSV column {names[int(found[1])]!r}", str(error))
+        raise pa.ArrowInvalid(named) from error
 
 
 def _has_large_floats(array: pa.Array) -> bool:

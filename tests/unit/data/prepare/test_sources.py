@@ -278,6 +278,14 @@ def test_a_field_that_first_appears_late_is_refused(tmp_path: Path, monkeypatch:
     assert "a.jsonl: JSON parse error: unexpected field; the types" in refusal(tmp_path)
 
 
+def test_a_value_of_a_csv_file_that_is_late_and_of_another_type_is_refused_with_its_column(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(text_files, "BLOCK_BYTES", 100)
+    (tmp_path / "a.csv").write_text("n,price\n" + "1,2\n" * 100 + "3,none\n")
+    assert "a.csv: In CSV column 'price': Row #102: CSV conversion error to int64: invalid value" in refusal(tmp_path)
+
+
 def test_a_line_of_two_megabytes_is_read(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text(json.dumps({"text": "x" * 2**21}) + "\n" + json.dumps({"text": "y"}))
     (tmp_path / "b").mkdir()
