@@ -171,6 +171,57 @@ def test_a_file_that_is_mapped_into_memory_is_not_copied(loader: Loader, tmp_pat
     assert np.array_equal(pickle.loads(dumped)[0].tokens, dataset.tokens)
 
 
+class Mapped(Drawn):
+    """Dataset whose samples are in a file that it maps into memory."""
+
+    def __init__(self, file: Path) -> None:
+        super().__init__()
+        self.file = file
+        self.map()
+
+    def map(self) -> None:
+        self.tokens = np.memmap(self.file, np.int64, "r")
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return {"index": self.tokens[index], "x": torch.zeros(1)}
+
+    def replace_file(self, value: int) -> None:
+        np.full(ROWS, value).tofile(self.file.with_suffix(".new"))
+        self.file.with_suffix(".new").replace(self.file)
+
+
+@pytest.fixture
+def mapped(tmp_path: Path) -> Mapped:
+    np.full(ROWS, 1).tofile(tmp_path / "tokens.bin")
+    return Mapped(tmp_path / "tokens.bin")
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_a_file_that_is_replaced_and_mapped_again_between_epochs_is_read(mapped: Mapped, num_workers: int) -> None:
+    loader = Loader(num_workers)
+    from_step(loader, dataset=mapped)
+    assert marks(loader, 5) == {1}
+    mapped.replace_file(2)
+    mapped.map()
+    loader.renew()
+    assert marks(loader, 5) == {2}
+    loader.close()
+
+
+def test_a_file_that_is_replaced_but_not_mapped_again_is_refused(loader: Loader, mapped: Mapped) -> None:
+    from_step(loader, dataset=mapped)
+    assert marks(loader, 5) == {1}
+    mapped.replace_file(2)
+    assert marks(loader, 5) == {1}
+    with pytest.raises(UsageError, match=r"tokens.bin was replaced after the dataset had mapped it; map it again"):
+        loader.renew()
+    lost = processes_of(loader)[0]
+    send_signal(lost, signal.SIGKILL)
+    wait_until(lambda: not is_alive(lost))
+    with pytest.raises(UsageError, match=r"tokens.bin was replaced after the dataset had mapped it; map it again"):
+        marks(loader, 5)
+
+
 @pytest.mark.parametrize("taken", [0, 1, 7])
 def test_no_micro_batch_is_lost_or_repeated_when_a_process_is_killed(loader: Loader, taken: int) -> None:
     alone = Loader(num_workers=0)
