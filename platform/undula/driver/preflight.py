@@ -7,8 +7,9 @@ from pathlib import Path
 
 from undula.config.job import LoadedSpec, changed_key
 from undula.data.planned import Data
+from undula.data.prepare.index import renew_copy
 from undula.data.script.indexed import IndexedData, ScriptData, recorded_data
-from undula.data.stored.manifest import load_manifest
+from undula.data.stored.manifest import difference, load_manifest
 from undula.data.stored.mixture import Mixture, StoredData, load_data
 from undula.driver.model_facts import ModelFacts, script_facts
 from undula.driver.trackers import checked_trackers
@@ -137,9 +138,9 @@ def check_job(loaded: LoadedSpec) -> StoredData | None:
             loaded.spec.plan, last_step="short"
         )  # a validation uses each sample, whatever training does
         validation = _checked("data.validation", [url], loaded, all_samples, lambda: load_manifest(url))
-        if validation.select(spec.columns) != data.select(spec.columns):
+        if text := difference(validation.select(spec.columns), data.select(spec.columns)):
             raise ManifestError(
-                f"{url} has other columns than {data.url}; give validation data with the schema of the training data"
+                f"{url} has other columns than {data.url}: {text}; give validation data with the schema of the training data"
             )
     return data
 
@@ -209,6 +210,8 @@ def _checked(
     for url in urls:
         _refuse_lost_path(key, url, loaded)
     try:
+        for url in urls:
+            renew_copy(url)
         data = load()
         data.select(loaded.spec.data.columns)
         data.check_files()

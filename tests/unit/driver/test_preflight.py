@@ -1,17 +1,20 @@
 """Tests of preflight, which refuses jobs that would fail in a worker. They use no Ray and no worker."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
+from data_sets import write_table
 from numbers_job import write_numbers
 from torch import nn
 
 from undula.config.job import LoadedSpec, load_spec
+from undula.data.stored.manifest import load_manifest
 from undula.driver import preflight
 from undula.driver.preflight import check_job, check_model, examine, on_machines, prepare
 from undula.driver.record import record_job
-from undula.errors import CheckpointError, RunError, SpecError, SupersededError
+from undula.errors import CheckpointError, ManifestError, RunError, SpecError, SupersededError
 from undula.plan.plan import Plan
 from undula.state.commit import Commit
 from undula.state.directory import JOB_FILE, require_newest_submission
@@ -48,6 +51,17 @@ def test_a_record_describes_the_job_and_a_resumed_run_keeps_its_identity(tmp_pat
     with pytest.raises(SupersededError):
         require_newest_submission(prepared.store, first.job.submission)
     assert json.loads(prepared.store.read(JOB_FILE))["spec"]["workers"]["hang_limit_s"] == 9
+
+
+def test_a_run_continues_with_a_copy_of_its_data(tmp_path: Path) -> None:
+    loaded = job(tmp_path)
+    first = record_job(loaded, prepare(loaded, train, fresh=False).plan, open_store(str(tmp_path / "run")))
+    shutil.copytree(tmp_path / "data", tmp_path / "copy", copy_function=shutil.copyfile)
+    moved = job(tmp_path, f"data.train={tmp_path}/copy")
+    prepared = prepare(moved, train, fresh=False)
+    assert record_job(moved, prepared.plan, prepared.store).job.run_id == first.job.run_id
+    versions = [[file.version for file in load_manifest(str(tmp_path / name)).files] for name in ("data", "copy")]
+    assert versions[0] != versions[1]
 
 
 def test_the_record_has_the_number_of_gpus_that_auto_stands_for(tmp_path: Path) -> None:
@@ -149,6 +163,14 @@ def test_a_run_without_a_checkpoint_resumes_with_the_same_settings_only(tmp_path
     prepare(loaded, train, fresh=True)
     with pytest.raises(RunError, match=r"schedule.base_lr is .* but .*/run was started with 0.5; restore it"):
         prepare(loaded, train, fresh=False)
+
+
+def test_validation_data_with_other_columns_are_refused_with_the_first_difference(tmp_path: Path) -> None:
+    write_table(tmp_path / "other", {"x": [1.5] * 48})
+    with pytest.raises(
+        ManifestError, match=r"/other has other columns than .*/data: column 'x' is double and not float;"
+    ):
+        prepare(job(tmp_path, f"data.validation={tmp_path}/other"), train, fresh=False)
 
 
 def test_validation_data_may_be_smaller_than_a_step(tmp_path: Path) -> None:

@@ -1,24 +1,22 @@
-"""Reading of files of tables: Parquet, Arrow, CSV and JSON lines. Files that are read together get one schema, or are refused by name."""
+"""Reading of files of tables of any format. Files that are read together get one schema, or are refused by name."""
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from urllib.parse import unquote
 
-import numpy as np
 import pyarrow as pa
-import pyarrow.csv
 import pyarrow.dataset
-import pyarrow.json
 
+from undula.data.prepare.text_files import csv_integers, exact, json_integers, open_csv, open_json
+from undula.data.stored.manifest import SHAPE_KEY, column_of
+from undula.data.stored.shards import ENCRYPTED
 from undula.errors import ManifestError
 from undula.storage import Store
 
-BLOCK_BYTES = 16 * 2**20
-"""Bytes of CSV or JSON lines that are parsed at once. The first block decides on the types, and no row can be longer."""
 BATCH_ROWS = 2**14
 """Maximum number of rows of a Parquet file in one table."""
 OPEN_AT_ONCE = 16
@@ -71,7 +69,7 @@ class TableFiles:
             with self._errors(name):
                 reader = self.open(self.store, name, None if self.columns is None else self.schema.names)
                 own = set(reader.schema.names)
-                for batch in reader:
+                for batch in self._exact(reader, name):
                     if batch.num_rows:
                         arrays = [
                             self._column(batch, field, name, None if field.name in own else values[field.name])
@@ -79,17 +77,19 @@ class TableFiles:
                         ]
                         yield pa.Table.from_arrays(arrays, schema=self.schema)
 
+    def _exact(self, reader: pa.RecordBatchReader, name: str) -> Iterable[pa.RecordBatch]:
+        batches: Iterable[pa.RecordBatch] = reader
+        if self.open not in (open_csv, open_json):
+            return batches
+        reread = csv_integers if self.open is open_csv else json_integers
+        return exact(reader, self.schema.names, partial(reread, self.store, name), f"{self.store.url}/{name}")
+
     def _column(self, batch: pa.RecordBatch, field: pa.Field, name: str, partition: str | None) -> pa.Array:
         if partition is not None:
             value = None if partition == NO_PARTITION else partition
             return pa.repeat(pa.scalar(value, pa.string()), batch.num_rows).cast(field.type)
         try:
-            array = _plain(batch, field.name)
-            if self.open in (open_csv, open_json) and _are_rounded(array):
-                raise ManifestError(
-                    f"column {field.name!r} of {self.store.url}/{name} has integers of 2^63 or more, which no column of integers holds; "
-                    "put them in quotes, as text"
-                )
+            array = _plain(batch, field.name, f"{self.store.url}/{name}")
             return array if array.type == field.type else array.cast(field.type)
         except pa.ArrowInvalid as error:
             raise ManifestError(
@@ -114,6 +114,8 @@ class TableFiles:
         try:
             yield
         except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
+            if "decrypt" in str(error).replace(self.store.path(name), ""):
+                raise ManifestError(ENCRYPTED.format(f"{self.store.url}/{name}")) from error
             raise ManifestError(
                 f"cannot read {self.store.url}/{name}: {_line(error)}; the types of a CSV or JSON lines file are those of its "
                 "first rows, and other files must be intact"
@@ -125,19 +127,6 @@ def open_parquet(store: Store, name: str, columns: Sequence[str] | None) -> pa.R
     fragment = pyarrow.dataset.ParquetFileFormat().make_fragment(store.path(name), store.filesystem)
     names = [name for name in fragment.physical_schema.names if columns is None or name in columns]
     return fragment.scanner(columns=names, batch_size=BATCH_ROWS).to_reader()
-
-
-def open_csv(store: Store, name: str, columns: Sequence[str] | None) -> pa.RecordBatchReader:
-    """Open a CSV file, which may be compressed."""
-    options, quoted = pyarrow.csv.ReadOptions(block_size=BLOCK_BYTES), pyarrow.csv.ParseOptions(newlines_in_values=True)
-    file = store.filesystem.open_input_stream(store.path(name))
-    return pyarrow.csv.open_csv(file, read_options=options, parse_options=quoted)
-
-
-def open_json(store: Store, name: str, columns: Sequence[str] | None) -> pa.RecordBatchReader:
-    """Open a file of JSON lines, which may be compressed. A field that the first block lacks is an error, as it should be."""
-    options = pyarrow.json.ReadOptions(block_size=BLOCK_BYTES)
-    return pyarrow.json.open_json(store.filesystem.open_input_stream(store.path(name)), read_options=options)
 
 
 def open_arrow(store: Store, name: str, columns: Sequence[str] | None) -> pa.RecordBatchReader:
@@ -170,7 +159,7 @@ def _common_schema(
                 raise ManifestError(_missing(url, column, file, names, schemas))
             if count > 1:
                 raise ManifestError(f"{url}/{file} has {count} columns with the name {column!r}; rename them")
-            kind = _type_of(schema.field(column))
+            kind = _type_of(schema.field(column), f"{url}/{file}")
             before, first = known.get(column, (kind, file))
             known[column] = (_promoted(before, kind, f"column {column!r} of {url}", first, file), first)
     return pa.schema([(column, kind) for column, (kind, _) in known.items()])
@@ -193,6 +182,8 @@ def _promoted(one: pa.DataType, other: pa.DataType, what: str, first: str, file:
     try:
         if _is_text(one) != _is_text(other) and pa.null() not in (one, other):
             raise pa.ArrowTypeError  # Arrow would turn strings to bytes
+        if _sizes(one) and _sizes(other) and _sizes(one) != _sizes(other):
+            raise pa.ArrowTypeError  # Arrow would make lists of any length
         fields = [pa.schema([("column", kind)]) for kind in (one, other)]
         return pa.unify_schemas(fields, promote_options="permissive").field(0).type
     except pa.ArrowTypeError:
@@ -202,14 +193,19 @@ def _promoted(one: pa.DataType, other: pa.DataType, what: str, first: str, file:
         ) from None
 
 
+def _sizes(kind: pa.DataType) -> list[int]:
+    """Return the sizes of fixed-size lists in one another."""
+    return [kind.list_size, *_sizes(kind.value_type)] if pa.types.is_fixed_size_list(kind) else []
+
+
 def _is_text(kind: pa.DataType) -> bool:
     return bool(pa.types.is_string(kind) or pa.types.is_large_string(kind))
 
 
-def _type_of(field: pa.Field) -> pa.DataType:
+def _type_of(field: pa.Field, where: str) -> pa.DataType:
     """Return the type of a column without the dictionary that encodes its values, and as lists of lists if it has tensors."""
     kind = field.type
-    shape = _tensor_shape(field)
+    shape = _tensor_shape(field, where)
     if shape is None:
         return kind.value_type if pa.types.is_dictionary(kind) else kind
     nested = getattr(kind, "storage_type", kind).value_type
@@ -218,19 +214,24 @@ def _type_of(field: pa.Field) -> pa.DataType:
     return nested
 
 
-def _plain(batch: pa.RecordBatch, name: str) -> pa.Array:
+def _plain(batch: pa.RecordBatch, name: str, where: str) -> pa.Array:
     """Return a column of a batch, as lists of lists if it has tensors."""
-    array, shape = batch.column(name), _tensor_shape(batch.schema.field(name))
-    if shape is None or array.null_count:
+    array, shape = batch.column(name), _tensor_shape(batch.schema.field(name), where)
+    if shape is None:
         return array
+    if array.null_count:
+        raise ManifestError(
+            f"column {name!r} of {where} has nulls in place of tensors; replace them or leave the column out by naming the others with "
+            "--columns"
+        )
     values = getattr(array, "storage", array).flatten()
     for size in reversed(shape):
         values = pa.FixedSizeListArray.from_arrays(values, size)
     return values
 
 
-def _tensor_shape(field: pa.Field) -> tuple[int, ...] | None:
-    """Return the shape of each value of a column of tensors, as Arrow and Ray Data write them; None for other columns.
+def _tensor_shape(field: pa.Field, where: str) -> tuple[int, ...] | None:
+    """Return the shape of each value of a column of tensors, as Undula, Arrow and Ray Data write them; None for other columns.
 
     Arrow knows the types of Ray Data only in a process that has imported Ray.
     """
@@ -243,15 +244,7 @@ def _tensor_shape(field: pa.Field) -> tuple[int, ...] | None:
         return tuple(kind.shape)
     if metadata.get(b"ARROW:extension:name", b"").startswith(RAY_TENSOR.encode()):
         return tuple(json.loads(metadata[b"ARROW:extension:metadata"]))
-    return None
-
-
-def _are_rounded(array: pa.Array) -> bool:
-    """Return whether numbers of a text file are integers that are too large for one, of which Arrow makes floats."""
-    if not pa.types.is_float64(array.type):
-        return False
-    values = np.abs(array.drop_null().to_numpy())
-    return bool(values.size and 2.0**63 <= values.max() <= 2.0**64 and (values == np.floor(values)).all())
+    return column_of(field, where).shape if SHAPE_KEY in metadata and pa.types.is_fixed_size_list(kind) else None
 
 
 def _are_int32(values: pa.Array) -> bool:

@@ -1,26 +1,33 @@
 """Indexing of existing Parquet files: it lists them once, reads their footers many at a time, and writes the manifest."""
 
+import logging
 from collections import deque
 from collections.abc import Callable, Generator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from hashlib import sha256
 
 import pyarrow as pa
-import pyarrow.parquet as pq
 
 from undula.data.prepare.listing import Listing, list_data
-from undula.data.stored.manifest import Column, Manifest, ManifestFile, column_of, write_manifest
-from undula.data.stored.shards import Shard, read_footer
-from undula.errors import ManifestError
+from undula.data.stored.manifest import (
+    Column,
+    Manifest,
+    ManifestFile,
+    column_of,
+    difference,
+    load_manifest,
+    write_manifest,
+)
+from undula.data.stored.shards import TAIL_BYTES, Shard, intact, parse_footer, read_footer
+from undula.errors import ManifestError, StorageError
 from undula.storage import Entry, Store, open_store
 
 PARALLEL_FOOTERS = 32
 """Number of footers that are read at the same time."""
 FOOTERS_AHEAD = 4 * PARALLEL_FOOTERS
 """Maximum number of footers that are read or wait to be read before the first of them is taken."""
-_TAIL_BYTES = 8  # a Parquet file ends with the length of its footer and a magic number
 
 
 def index(
@@ -74,11 +81,51 @@ def index_files(listing: Listing, advance: Callable[[int], None], out: str | Non
             advance(1)
     assert seen is not None  # a listing has at least one file
     home = open_store(out) if out else store
+    is_beside = home == store
     # A manifest elsewhere must not depend on the working directory, so it has the absolute path of the data.
-    url = store.url if home == store or store.is_s3 else store.path()
-    manifest = Manifest(url, tuple(files), seen.columns, store.anonymous)
-    write_manifest(home, manifest, is_beside=home == store)
+    url, place = (store.url, _place_of(store)) if is_beside else (_place_of(store), "")
+    manifest = Manifest(url, tuple(files), seen.columns, store.anonymous, place)
+    write_manifest(home, manifest, is_beside)
     return manifest
+
+
+def renew_copy(url: str) -> None:
+    """Write the manifest of a data set anew if the data set is a copy, whose files have other versions than those that were indexed.
+
+    Files are copies if they are at another place than the indexed ones, and have their names, sizes and footers. Otherwise nothing is done.
+
+    Raises:
+        ManifestError: The manifest cannot be written, or a file is not intact.
+    """
+    manifest, home = load_manifest(url), open_store(url)
+    if manifest.indexed_at in ("", _place_of(home)):
+        return
+    present = home.find([file.name for file in manifest.files])
+    entries = [present.get(file.name) for file in manifest.files]
+    pairs = [(entry, file) for entry, file in zip(entries, manifest.files, strict=True) if entry]
+    if len(pairs) < len(entries) or any(entry.bytes != file.bytes for entry, file in pairs):
+        return
+    if all(entry.version == file.version for entry, file in pairs):
+        return
+    with closing(_footers(Listing(home, tuple(entry for entry, _ in pairs), 0))) as footers:
+        files = tuple(footer.file for footer in footers)
+    copy = replace(manifest, files=files, indexed_at=_place_of(home))
+    if copy.digest != manifest.digest:
+        return
+    try:
+        write_manifest(home, copy, is_beside=True)
+    except StorageError as error:
+        raise ManifestError(
+            f"{url} is a copy of {manifest.indexed_at}, and its manifest needs the versions of the copied files, but {error}; run "
+            f"`undula data index {url} --out FOLDER`, and use FOLDER as the URL of the data"
+        ) from error
+    message = "%s is a copy of %s; its manifest has the modification times or ETags of the copied files now"
+    logging.getLogger("undula").warning(message, url, manifest.indexed_at)
+
+
+def _place_of(store: Store) -> str:
+    """Return the URL of a store, as an absolute path on a disk."""
+    return store.url if store.is_s3 else store.path()
 
 
 @dataclass(frozen=True)
@@ -92,20 +139,12 @@ class _Footer:
 
 def _difference(own: "_Footer", first: "_Footer") -> str:
     """Return the first difference between the schema of a file and that of the first file."""
-    shapes, first_shapes = ({column.name: column.shape for column in footer.columns} for footer in (own, first))
-    for name in dict.fromkeys([*first.schema.names, *own.schema.names]):
-        if name not in own.schema.names:
-            return f"it has no column {name!r}"
-        if name not in first.schema.names:
-            return f"it also has a column {name!r}"
-        here, there = own.schema.field(name), first.schema.field(name)
-        if here.type != there.type:
-            return f"column {name!r} is {here.type} and not {there.type}"
-        if shapes[name] != first_shapes[name]:
-            return f"column {name!r} has the shape {list(shapes[name])} and not {list(first_shapes[name])}"
-        if here != there:
-            return f"column {name!r} may {'' if here.nullable else 'not '}be null"
-    return f"it has the columns in the order {', '.join(own.schema.names)}"
+    if text := difference(own.columns, first.columns):
+        return text
+    here, there = next(pair for pair in zip(own.schema, first.schema, strict=True) if pair[0] != pair[1])
+    if here.type != there.type:
+        return f"column {here.name!r} is {here.type} and not {there.type}"
+    return f"column {here.name!r} may {'' if here.nullable else 'not '}be null"
 
 
 def _footers(listing: Listing) -> Generator[_Footer, None, None]:
@@ -126,12 +165,9 @@ def _footers(listing: Listing) -> Generator[_Footer, None, None]:
 def _footer(store: Store, entry: Entry) -> _Footer:
     where = f"{store.url}/{entry.name}"
     data = read_footer(Shard(store, entry.name, entry.bytes, entry.version))
-    try:
-        metadata = pq.read_metadata(pa.BufferReader(data))
+    metadata = parse_footer(data, where)
+    with intact(where):
         schema = metadata.schema.to_arrow_schema()
-    except (pa.ArrowInvalid, OSError) as error:
-        detail = " ".join(str(error).split())
-        raise ManifestError(f"{where} is not an intact Parquet file: {detail}") from error
     columns = tuple(column_of(field, where) for field in schema)
     if len(set(schema.names)) < len(schema.names):
         twice = next(name for name in schema.names if schema.names.count(name) > 1)
@@ -143,6 +179,6 @@ def _footer(store: Store, entry: Entry) -> _Footer:
         version=entry.version,
         row_groups=tuple(group.num_rows for group in groups),
         row_group_bytes=tuple(group.total_byte_size for group in groups),
-        footer_sha256=sha256(data[:-_TAIL_BYTES]).hexdigest(),
+        footer_sha256=sha256(data[:-TAIL_BYTES]).hexdigest(),
     )
     return _Footer(file, schema, columns)

@@ -11,6 +11,7 @@ from hashlib import sha256
 from mmap import mmap
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -103,14 +104,16 @@ class Items(Dataset[Any]):
         """Pickle the dataset for loader processes.
 
         Raises:
-            UsageError: It cannot be pickled.
+            UsageError: It cannot be pickled, or a file that it has mapped was replaced.
         """
         try:
             return dumps((self._dataset, self._collate), _for_loaders)
+        except UsageError:
+            raise
         except Exception as error:
             raise UsageError(
                 f"the dataset of run.dataset() cannot be sent to loader processes ({error}); open files and connections on the first "
-                "sample instead of in __init__, or set num_workers=0"
+                "sample instead of in __init__, leave open ones out in __getstate__, or set num_workers=0"
             ) from error
 
     @classmethod
@@ -126,6 +129,10 @@ class _Digest:
         self.write = sha.update
 
 
+_inodes: WeakKeyDictionary[mmap, int] = WeakKeyDictionary()
+"""Inode of each mapped file of a dataset when the dataset was first pickled. A mapping itself does not say which file it has."""
+
+
 def _for_loaders(value: Any) -> Any:
     """Return how a value is pickled for a loader process, if not as usual.
 
@@ -134,7 +141,10 @@ def _for_loaders(value: Any) -> Any:
     """
     if isinstance(value, np.memmap) and _is_whole(value) and value.filename and value.mode == "r":
         order = "C" if value.flags.c_contiguous else "F"
-        return np.memmap, (value.filename, value.dtype, "r", value.offset, value.shape, order)
+        mapping: Any = value.base
+        inode = _inodes.setdefault(mapping, Path(value.filename).stat().st_ino)
+        _require_inode(value.filename, inode)
+        return _mapped, (value.filename, inode, value.dtype, value.offset, value.shape, order)
     if isinstance(value, Parameter) and value.requires_grad:
         return _parameter_without_values, (value.shape, value.dtype)
     return NotImplemented
@@ -145,12 +155,24 @@ def _is_whole(array: Any) -> bool:
     return isinstance(array.base, mmap)
 
 
+def _mapped(file: str, inode: int, dtype: Any, offset: int, shape: tuple[int, ...], order: Any) -> Any:
+    _require_inode(file, inode)
+    return np.memmap(file, dtype, "r", offset, shape, order)
+
+
+def _require_inode(file: str, inode: int) -> None:
+    if Path(file).stat().st_ino != inode:
+        raise UsageError(
+            f"{file} was replaced after the dataset had mapped it; map it again before the first batch of an epoch"
+        )
+
+
 def _by_content(value: Any) -> Any:
     """Return how a value is pickled for a digest, for which torch's way would not do: it writes the addresses of tensors."""
     reduced = _for_loaders(value)
     if isinstance(value, np.memmap) and reduced is not NotImplemented:
         file = Path(str(value.filename)).stat()
-        return tuple, ((str(reduced[1]), file.st_ino, file.st_size, file.st_mtime_ns),)
+        return tuple, ((str(reduced[1]), file.st_size, file.st_mtime_ns),)
     if reduced is not NotImplemented or not isinstance(value, Tensor) or value.layout != torch.strided:
         return reduced
     content = value.detach().resolve_conj().cpu().contiguous().view(-1).view(torch.uint8).numpy()

@@ -70,8 +70,10 @@ class Loader:
         self._context = _Context()
         self._loader: DataLoader[Any] | None = None
         self._batches: Iterator[Any] | None = None
+        self._dataset: bytes | None = None
+        """Pickled dataset of the loader processes, also for those that replace a lost one."""
         self._digest: bytes | None = None
-        """Digest of the dataset that the loader processes have; None if there are none."""
+        """Digest of this dataset; None if it has none."""
         self._losses = 0
         if num_workers:
             start_fork_server()  # it imports its modules while this process makes the model
@@ -88,6 +90,7 @@ class Loader:
         self._batches = None
         self._losses = 0
         if self._num_workers:
+            self._take_dataset()
             self._with_processes(self._start)
 
     @property
@@ -99,8 +102,11 @@ class Loader:
         """Load what has not been returned again, if the dataset is not the one any more that the loader processes have.
 
         torch's DataLoader starts its processes anew in each epoch, with the dataset as it is then.
+
+        Raises:
+            UsageError: The dataset cannot be pickled any more.
         """
-        if self._loader is not None and self._num_workers and self._send_dataset():
+        if self._num_workers and self._take_dataset():
             self._batches = None
 
     def next(self) -> tuple[Request, Any]:
@@ -114,6 +120,13 @@ class Loader:
         self._losses = 0
         return self._requests.sent.popleft(), batch
 
+    def load_here(self, items: Items, request: Request) -> Any:
+        """Return a micro-batch that this process loads out of order.
+
+        If there are loader processes, it is loaded from a copy of the dataset, which may not be picklable any more after its use.
+        """
+        return (Items.loads(self._dataset or items.dumps()) if self._num_workers else items)[request]
+
     def free(self) -> None:
         """Free the dataset in this process, which the next group makes anew. The loader processes stay."""
         self._source.items = None
@@ -122,31 +135,30 @@ class Loader:
         """End the loader processes."""
         for process in self._context.started():
             process.kill()
-        self._loader = self._batches = self._digest = None
+        self._loader = self._batches = None
         self._context = _Context()
 
     def _start(self) -> Iterator[Any]:
         """Begin to load, in the processes of before if they are still there."""
         if self._loader is None:
             self._loader = self._make_loader()
-        if self._num_workers:
-            self._send_dataset()
+            self._requests.dataset = self._dataset
         with on_host():  # a DataLoader draws a seed, for which its generator must be on the default device
             self._batches = iter(self._loader)
         return self._batches
 
-    def _send_dataset(self) -> bool:
-        """Send the dataset with the next requests, and return True, unless the loader processes have it."""
+    def _take_dataset(self) -> bool:
+        """Send the dataset as it is now with the next requests, and return True, unless the loader processes have it."""
         items = self._source.items
         assert items is not None
         try:
             digest = items.digest()
         except Exception:  # `dumps` raises it with the fix
             digest = None
-        # Its use in this process may have made it impossible to pickle.
-        if self._digest is not None and digest in (None, self._digest):
+        if digest is not None and digest == self._digest:
             return False
-        self._requests.dataset, self._digest = items.dumps(), digest
+        self._dataset, self._digest = items.dumps(), digest
+        self._requests.dataset = self._dataset
         return True
 
     def _load(self) -> Any:

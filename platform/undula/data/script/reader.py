@@ -51,7 +51,7 @@ class ScriptReader:
     def any_rows(self, count: int) -> Samples:
         ids = np.arange(count, dtype=np.int64) % len(self._items)
         with kept_generators():
-            return Samples(ids, self._items[any_request(ids)])
+            return Samples(ids, self._loader.load_here(self._items, any_request(ids)))
 
     def close(self) -> None:
         """Do nothing: the loader is for the next reader, too."""

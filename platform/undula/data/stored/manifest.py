@@ -63,6 +63,9 @@ class Column:
     shape: tuple[int, ...]
     """Shape of one sample's array; empty for a scalar."""
 
+    def __str__(self) -> str:
+        return f"{self.type} {list(self.shape)}" if self.shape else self.type
+
     def values(self, array: pa.Array) -> pa.Array:
         """Return the values of some rows of the column, in one dimension if a sample is an array.
 
@@ -95,6 +98,8 @@ class Manifest:
     columns: tuple[Column, ...]
     anonymous: bool = False
     """Whether the files are read without credentials."""
+    indexed_at: str = ""
+    """Place at which the files had these versions; a copy elsewhere has others. Empty if unknown, or if the manifest is not beside them."""
 
     @property
     def store(self) -> Store:
@@ -183,9 +188,24 @@ class Manifest:
             "columns": [asdict(column) for column in self.columns],
             "files": [asdict(file) for file in self.files],
         }
-        if not is_beside:
+        if is_beside:
+            body["indexed_at"] = self.indexed_at
+        else:
             body["data"] = {"url": self.url, "anonymous": self.anonymous}
         return json.dumps(body, indent=1) + "\n"
+
+
+def difference(own: Sequence[Column], first: Sequence[Column]) -> str | None:
+    """Return the first difference between two lists of columns, as in "column 'x' is int64 and not float"; None if there is none."""
+    here, there = ({column.name: column for column in columns} for columns in (own, first))
+    for name in dict.fromkeys([*there, *here]):
+        if name not in here:
+            return f"it has no column {name!r}"
+        if name not in there:
+            return f"it also has a column {name!r}"
+        if here[name] != there[name]:
+            return f"column {name!r} is {here[name]} and not {there[name]}"
+    return None if list(here) == list(there) else f"it has the columns in the order {', '.join(here)}"
 
 
 def load_manifest(url: str) -> Manifest:
@@ -238,6 +258,7 @@ def _parsed(url: str, store_url: str, name: str, content: bytes) -> Manifest:
             ),
             columns=tuple(Column(column["name"], column["type"], tuple(column["shape"])) for column in body["columns"]),
             anonymous=data["anonymous"],
+            indexed_at=body.get("indexed_at", ""),
         )
         digest = body["digest"]
     except (ValueError, KeyError, TypeError) as error:

@@ -6,7 +6,7 @@ from hashlib import sha256
 from json import dumps
 
 from undula.data.spec import DataSpec
-from undula.data.stored.manifest import Column, Manifest, load_manifest
+from undula.data.stored.manifest import Column, Manifest, difference, load_manifest
 from undula.errors import ManifestError, SpecError
 from undula.plan.keys import key64
 from undula.plan.mix import Mix
@@ -42,9 +42,9 @@ class Mixture:
         first, *others = self.manifests
         selected = first.select(columns)
         for other in others:
-            if other.select(columns) != selected:
+            if text := difference(other.select(columns), selected):
                 raise ManifestError(
-                    f"{other.url} and {first.url} have different columns, but mixed data sets need the same names, types and shapes; "
+                    f"{other.url} has other columns than {first.url}: {text}; mixed data sets need the same names, types and shapes, so "
                     "list the columns that both have in data.columns"
                 )
         return selected

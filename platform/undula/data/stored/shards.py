@@ -8,8 +8,9 @@ or the connection breaks.
 import mmap
 import threading
 from collections import OrderedDict
-from collections.abc import Sequence, Set
+from collections.abc import Iterator, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -34,6 +35,14 @@ MAX_CHUNKS = 2**18
 """Maximum number of column chunks in the footers that a process keeps. Each chunk takes almost 1 KiB of memory."""
 RETRY_FOR_S = 120.0
 """Time in seconds after which a failing range request is not retried again."""
+TAIL_BYTES = 8
+"""Size of the end of a Parquet file: the length of its footer, and a magic number."""
+SIGNATURE_BYTES = 28
+"""Size of the signature that follows the footer of a file with encrypted columns, if the footer itself is not encrypted."""
+ENCRYPTED = (
+    "{} is encrypted, and Undula has no keys for Parquet files; write its rows to another folder without encryption"
+)
+"""Message about an encrypted file."""
 
 _HUGE_PAGE = 2 * 2**20
 
@@ -83,21 +92,10 @@ class Shard:
         """Read the footer of the file.
 
         Raises:
-            ManifestError: The file does not exist, has changed or is damaged.
+            ManifestError: The file does not exist, has changed, is damaged or is encrypted.
             StorageError: The file cannot be read for another reason.
         """
-        try:
-            return self._footer()
-        except (pa.ArrowInvalid, OSError) as error:
-            detail = " ".join(str(error).split()).rstrip(".")
-            raise ManifestError(
-                f"{self} is not an intact Parquet file: {detail}; restore it or run `undula data index {self.store.url}`"
-            ) from error
-
-    def _footer(self) -> pq.FileMetaData:
-        if not self.store.is_s3:
-            return pq.read_metadata(self._source(()))
-        return pq.read_metadata(pa.BufferReader(read_footer(self)))
+        return parse_footer(read_footer(self), str(self), f"; restore it or run `undula data index {self.store.url}`")
 
     def _source(self, ranges: Sequence[tuple[int, int]]) -> pa.NativeFile:
         """Open the file such that at least the given ranges can be read."""
@@ -145,6 +143,37 @@ def read_footer(shard: Shard) -> bytes:
     if len(tail) < length <= shard.bytes:
         tail = _read(shard, shard.bytes - length, shard.bytes - len(tail)) + tail
     return tail[-length:]
+
+
+def parse_footer(data: bytes, where: str, fix: str = "") -> pq.FileMetaData:
+    """Return what `read_footer` has read.
+
+    Args:
+        data: Footer, with the eight bytes that follow it.
+        where: URL of the file, for messages.
+        fix: End of the message about a damaged file.
+
+    Raises:
+        ManifestError: The file is damaged or encrypted.
+    """
+    metadata = None
+    if not data.endswith(b"PARE"):
+        with intact(where, fix):
+            metadata = pq.read_metadata(pa.BufferReader(data))
+    # To ask Arrow for an encrypted column would end the process.
+    if metadata is None or len(data) - TAIL_BYTES - metadata.serialized_size == SIGNATURE_BYTES:
+        raise ManifestError(ENCRYPTED.format(where))
+    return metadata
+
+
+@contextmanager
+def intact(where: str, fix: str = "") -> Iterator[None]:
+    """Raise errors of Arrow about a Parquet file as ManifestErrors. The arguments are those of `parse_footer`."""
+    try:
+        yield
+    except (pa.ArrowInvalid, OSError) as error:
+        detail = " ".join(str(error).split()).rstrip(".")
+        raise ManifestError(f"{where} is not an intact Parquet file: {detail}{fix}") from error
 
 
 def _read(shard: Shard, start: int, stop: int) -> bytes:

@@ -1,5 +1,6 @@
 """Files of the formats that `undula data convert` reads, and what becomes of them."""
 
+import base64
 import io
 import json
 import tarfile
@@ -8,6 +9,8 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.parquet as pq
+import pyarrow.parquet.encryption as encryption
 import pytest
 
 from undula.data.prepare.sources import open_source
@@ -32,6 +35,25 @@ def saved_to_disk(folder: Path, table: pa.Table = TABLE, **state: Any) -> None:
 def arrow(file: Path, table: pa.Table) -> None:
     with pa.ipc.new_stream(str(file), table.schema) as writer:
         writer.write_table(table, max_chunksize=10)
+
+
+class Keys(encryption.KmsClient):
+    """Store of keys that returns them as they are."""
+
+    def wrap_key(self, key: bytes, master: str) -> bytes:
+        return base64.b64encode(key)
+
+    def unwrap_key(self, key: bytes, master: str) -> bytes:
+        return base64.b64decode(key)
+
+
+def encrypted(file: Path, has_plain_footer: bool) -> None:
+    """Write a Parquet file whose column n is encrypted, and with it the footer if it is not plain."""
+    spec = encryption.EncryptionConfiguration("footer", column_keys={"n": ["n"]}, plaintext_footer=has_plain_footer)
+    factory = encryption.CryptoFactory(lambda config: Keys())
+    properties = factory.file_encryption_properties(encryption.KmsConnectionConfig(), spec)
+    with pq.ParquetWriter(file, TABLE.schema, encryption_properties=properties) as writer:
+        writer.write_table(TABLE)
 
 
 def tar(file: Path, *members: tuple[str, bytes]) -> None:

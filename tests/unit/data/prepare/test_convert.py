@@ -11,6 +11,7 @@ from source_files import ROWS, TABLE
 
 from undula.cli.main import main
 from undula.data import load_manifest, stream
+from undula.data.prepare.write import array_column, array_field
 from undula.plan.plan import PlanSpec
 
 
@@ -83,9 +84,12 @@ def ray_tensors() -> pa.Field:
     return pa.field("image", pa.large_list(pa.float32()), metadata=metadata)
 
 
-@pytest.mark.parametrize("of", ["Arrow", "Ray Data"])
+@pytest.mark.parametrize("of", ["Undula", "Arrow", "Ray Data"])
 def test_tensors_keep_their_shape(tmp_path: Path, of: str, undula_data: Callable[..., None]) -> None:
-    if of == "Arrow":
+    if of == "Undula":
+        field = array_field("image", pa.float32(), (2, 3))
+        table = pa.table([array_column(field, IMAGES)], schema=pa.schema([field]))
+    elif of == "Arrow":
         table = pa.table({"image": pa.FixedShapeTensorArray.from_numpy_ndarray(IMAGES)})
     else:
         table = pa.table([IMAGES.reshape(4, 6).tolist()], schema=pa.schema([ray_tensors()]))

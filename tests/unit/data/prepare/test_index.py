@@ -10,12 +10,13 @@ import pytest
 from s3_server import S3Proxy
 
 from undula.data.prepare import index as indexing
-from undula.data.prepare.index import index, index_files
+from undula.data.prepare.index import index, index_files, renew_copy
 from undula.data.prepare.listing import list_data
 from undula.data.stored import shards
 from undula.data.stored.manifest import FORMER_NAME, MANIFEST_NAME, load_manifest
 from undula.errors import ManifestError
 from undula.storage import Store, open_store
+from undula.storage import store as store_module
 
 
 def parquet(rows: int = 3, columns: int = 1) -> bytes:
@@ -45,6 +46,69 @@ def test_parquet_files_of_all_usual_names_are_data(folder: Store) -> None:
     for name in ("a.parquet", "b.PARQUET", "c.parq", "d.pq", "e.parquet.gzip", "f.snappy.parquet"):
         folder.write(name, parquet())
     assert index(folder.url).num_rows == 18
+
+
+def copied(source: Store, target: Store) -> Store:
+    """Copy all files to another place, where they have other modification times or ETags."""
+    for entry in source.list():
+        target.write(entry.name, source.read(entry.name))
+    return target
+
+
+@pytest.mark.parametrize("is_to_s3", [False, True])
+def test_a_copy_of_a_data_set_is_known_by_its_sizes_and_footers(
+    folder: Store, tmp_path: Path, request: pytest.FixtureRequest, caplog: pytest.LogCaptureFixture, is_to_s3: bool
+) -> None:
+    for name in DATA:
+        folder.write(name, parquet())
+    manifest = index(folder.url)
+    target = request.getfixturevalue("s3").url("copy") if is_to_s3 else str(tmp_path / "copy")
+    copy = copied(folder, open_store(target))
+    with pytest.raises(ManifestError, match="has changed since it was indexed"):
+        load_manifest(copy.url).check_files()
+    with caplog.at_level("WARNING", "undula"):
+        renew_copy(copy.url)
+    assert f"{copy.url} is a copy of {folder.url}" in caplog.text
+    renewed = load_manifest(copy.url)
+    renewed.check_files()
+    assert renewed.digest == manifest.digest
+    assert renewed == index(copy.url)
+    data = copy.read(DATA[0])
+    copy.write(DATA[0], data[:9] + bytes([data[9] ^ 1]) + data[10:])  # the footer is the same
+    renew_copy(copy.url)
+    with pytest.raises(ManifestError, match=r"a\.parquet has changed since it was indexed"):
+        load_manifest(copy.url).check_files()
+
+
+@pytest.mark.parametrize("content", [None, parquet(4), parquet(3, columns=2), parquet().replace(b"column", b"colour")])
+def test_a_copy_with_another_file_has_changed(folder: Store, tmp_path: Path, content: bytes | None) -> None:
+    folder.write("a.parquet", parquet())
+    folder.write("b.parquet", parquet())
+    index(folder.url)
+    copy = copied(folder, open_store(str(tmp_path / "copy")))
+    copy.delete("b.parquet")
+    if content:
+        copy.write("b.parquet", content)
+    before = copy.read(MANIFEST_NAME)
+    renew_copy(copy.url)
+    assert copy.read(MANIFEST_NAME) == before
+
+
+def test_a_copy_whose_manifest_cannot_be_written_is_refused_with_the_fix(
+    folder: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder.write("a.parquet", parquet())
+    index(folder.url)
+    copy = copied(folder, open_store(str(tmp_path / "copy")))
+
+    def refuse(*arguments: object) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(store_module, "replace_file", refuse)
+    with pytest.raises(
+        ManifestError, match=r"is a copy of .* Permission denied; run `undula data index .* --out FOLDER`"
+    ):
+        renew_copy(copy.url)
 
 
 def test_other_readers_can_read_a_data_set(folder: Store) -> None:

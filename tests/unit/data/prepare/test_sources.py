@@ -3,16 +3,20 @@
 import csv
 import gzip
 import json
+import re
 from collections.abc import Callable
+from math import prod
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from source_files import ROWS, TABLE, arrow, refusal, rows, saved_to_disk, tar
+from source_files import ROWS, TABLE, arrow, encrypted, refusal, rows, saved_to_disk, tar
 
-from undula.data.prepare import formats
+from undula.data.prepare import text_files
+from undula.data.prepare.index import index
+from undula.data.stored.shards import Shard
 from undula.errors import ManifestError
 from undula.storage import open_store
 
@@ -220,7 +224,7 @@ def test_compressed_text_is_read(tmp_path: Path, ending: str) -> None:
 def test_values_of_a_csv_file_may_have_line_breaks_wherever_a_block_ends(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, columns: list[str]
 ) -> None:
-    monkeypatch.setattr(formats, "BLOCK_BYTES", 512)
+    monkeypatch.setattr(text_files, "BLOCK_BYTES", 512)
     written = [{"text": "\n".join(["a word, and more"] * (row % 9 + 1)), "n": row} for row in range(200)]
     with (tmp_path / "a.csv").open("w", newline="") as file:
         writer = csv.DictWriter(file, columns, extrasaction="ignore")
@@ -268,10 +272,18 @@ def test_an_odd_file_is_refused_by_name(tmp_path: Path, name: str, content: byte
 
 
 def test_a_field_that_first_appears_late_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(formats, "BLOCK_BYTES", 100)
+    monkeypatch.setattr(text_files, "BLOCK_BYTES", 100)
     lines = [json.dumps({"n": n}) for n in range(30)] + [json.dumps({"n": 30, "late": 1})]
     (tmp_path / "a.jsonl").write_text("\n".join(lines))
     assert "a.jsonl: JSON parse error: unexpected field; the types" in refusal(tmp_path)
+
+
+def test_a_value_of_a_csv_file_that_is_late_and_of_another_type_is_refused_with_its_column(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(text_files, "BLOCK_BYTES", 100)
+    (tmp_path / "a.csv").write_text("n,price\n" + "1,2\n" * 100 + "3,none\n")
+    assert "a.csv: In CSV column 'price': Row #102: CSV conversion error to int64: invalid value" in refusal(tmp_path)
 
 
 def test_a_line_of_two_megabytes_is_read(tmp_path: Path) -> None:
@@ -323,16 +335,73 @@ def test_sources_on_s3_are_read(s3: Any, tmp_path: Path) -> None:
     assert "data/b.csv does not exist" in refusal(s3.url("data/b.csv"))
 
 
+def tensors(*shape: int, has_null: bool = False) -> pa.Array:
+    """Return two tensors, of which the second one may be null."""
+    values = pa.array(
+        [[0.0] * prod(shape), None if has_null else [1.0] * prod(shape)], pa.list_(pa.float64(), prod(shape))
+    )
+    return pa.ExtensionArray.from_storage(pa.fixed_shape_tensor(pa.float64(), shape), values)
+
+
+def test_tensors_that_are_null_are_refused_by_name(tmp_path: Path) -> None:
+    parquet(tmp_path / "a.parquet", x=tensors(2, 3, has_null=True))
+    assert refusal(tmp_path).startswith(
+        f"column 'x' of {tmp_path}/a.parquet has nulls in place of tensors; replace them"
+    )
+
+
+@pytest.mark.parametrize("shape", [(3, 2), (2, 4), (6,)])
+def test_tensors_of_several_shapes_are_refused_with_both_files(tmp_path: Path, shape: tuple[int, ...]) -> None:
+    parquet(tmp_path / "a.parquet", x=tensors(2, 3))
+    parquet(tmp_path / "b.parquet", x=tensors(*shape))
+    text = refusal(tmp_path)
+    assert (
+        f"column 'x' of {tmp_path} has type fixed_size_list<item: fixed_size_list<item: double>[3]>[2] in a.parquet"
+        in text
+    )
+    assert f"[{shape[0]}] in b.parquet; write all files with one type" in text
+
+
+@pytest.mark.parametrize("has_plain_footer", [True, False])
+def test_an_encrypted_file_is_refused_by_name(tmp_path: Path, has_plain_footer: bool) -> None:
+    parquet(tmp_path / "a.parquet", **TABLE.to_pydict())
+    manifest = index(str(tmp_path))
+    encrypted(tmp_path / "a.parquet", has_plain_footer)
+    sentence = f"{tmp_path}/a.parquet is encrypted, and Undula has no keys for Parquet files; write its rows to"
+    assert sentence in refusal(tmp_path)
+    with pytest.raises(ManifestError, match=re.escape(sentence)):
+        index(str(tmp_path))
+    (entry,) = (entry for entry in manifest.store.list() if entry.name == "a.parquet")
+    with pytest.raises(ManifestError, match=re.escape(sentence)):
+        Shard(manifest.store, entry.name, entry.bytes, entry.version).row_group(0, ["n"])
+
+
 def test_a_column_that_is_named_twice_is_refused(tmp_path: Path) -> None:
     parquet(tmp_path / "a.parquet", n=[1])
     assert "--columns names 'n' twice" in refusal(tmp_path, ("n", "n"))
 
 
-@pytest.mark.parametrize(("file", "text"), [("a.csv", "id\n{}\n{}\n"), ("a.jsonl", '{{"id": {}}}\n{{"id": {}}}\n')])
-def test_integers_that_would_be_rounded_are_refused(tmp_path: Path, file: str, text: str) -> None:
-    (tmp_path / file).write_text(text.format(2**63, 2**63 + 1))
-    assert "column 'id'" in refusal(tmp_path)
-    assert "has integers of 2^63 or more, which no column of integers holds; put them in quotes" in refusal(tmp_path)
-    for numbers in ((1e30, 0.5), (6.02e23, 1.5e21)):
-        (tmp_path / file).write_text(text.format(*numbers))
-        assert rows(tmp_path) == [{"id": number} for number in numbers]
+def text_of_ids(file: Path, *ids: object) -> None:
+    """Write a file of text, with a column of integers beside the ids."""
+    rows = [f"{value},9007199254740993" for value in ids]
+    if ".json" in file.name:
+        rows = [f'{{"id":\n{value}, "n": 9007199254740993}}' for value in ids]
+    text = "\n".join(rows if ".json" in file.name else ["id,n", *rows]).encode()
+    file.write_bytes(gzip.compress(text) if file.suffix == ".gz" else text)
+
+
+@pytest.mark.parametrize("name", ["a.csv", "a.csv.gz", "a.jsonl", "a.json.gz"])
+def test_integers_that_would_be_rounded_are_refused_with_the_value(tmp_path: Path, name: str) -> None:
+    where = f"column 'id' of {tmp_path}/{name}"
+    for integer, other in [(2**53 + 1, 0.5), (2**63 + 1, 2**63), (-(2**64) - 1, 7), (10**400, 1)]:
+        text_of_ids(tmp_path / name, 1, integer, other)
+        assert f"{where} has the integer {integer} beside fractions or integers of 2^63 or more" in refusal(tmp_path)
+        assert rows(tmp_path, ("n",)) == [{"n": 2**53 + 1}] * 3
+    for numbers in ((1e30, 0.5), (6.02e23, 1.5e21), (2**53, 0.5), (10**22, 1.5)):
+        text_of_ids(tmp_path / name, *numbers)
+        assert [row["id"] for row in rows(tmp_path)] == list(numbers)
+
+
+def test_integers_in_lists_that_would_be_rounded_are_refused(tmp_path: Path) -> None:
+    text_of_ids(tmp_path / "a.jsonl", [1.5, 2], [0, 2**53 + 1])
+    assert "has the integer 9007199254740993 beside fractions" in refusal(tmp_path)

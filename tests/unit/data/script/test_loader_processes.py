@@ -22,6 +22,7 @@ from waiting import wait_until
 
 from undula.data.script.items import Items, requests
 from undula.data.script.loader_processes import MOST_LOSSES, Loader
+from undula.data.script.reader import ScriptReader
 from undula.errors import UsageError
 from undula.masking.values import declare, mask
 from undula.plan.plan import Plan, PlanSpec
@@ -93,6 +94,50 @@ def test_the_same_processes_get_a_dataset_that_changes(loader: Loader, taken: in
     assert marks(loader, 7) == {3}
 
 
+def test_a_process_that_replaces_a_lost_one_gets_the_dataset_of_the_epochs_first_batch(loader: Loader) -> None:
+    dataset = Marked(1)
+    from_step(loader, dataset=dataset)
+    assert marks(loader, 1) == {1}
+    dataset.mark = 2  # too late for this epoch
+    dataset.file = threading.Lock()
+    lost = processes_of(loader)[0]
+    send_signal(lost, signal.SIGKILL)
+    wait_until(lambda: not is_alive(lost))
+    assert marks(loader, 7) == {1}
+    del dataset.file
+    loader.renew()
+    assert marks(loader, 7) == {2}
+
+
+def test_a_dataset_that_can_no_longer_be_sent_when_an_epoch_begins_is_refused(loader: Loader) -> None:
+    dataset = Marked(1)
+    from_step(loader, dataset=dataset)
+    dataset.mark, dataset.file = 2, threading.Lock()
+    with pytest.raises(UsageError, match=r"cannot be sent to loader processes \(.*lock.*\); .* __getstate__"):
+        loader.renew()
+    with pytest.raises(UsageError, match=r"cannot be sent to loader processes"):
+        from_step(loader, dataset=dataset)
+
+
+class Opening(Drawn):
+    """Dataset that opens a file on its first sample, which cannot be pickled any more."""
+
+    file: Any = None
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        self.file = threading.Lock()
+        return super().__getitem__(index)
+
+
+def test_a_rank_without_samples_leaves_the_dataset_as_the_next_epoch_sends_it(loader: Loader) -> None:
+    items = Items(Opening(), with_noise)
+    reader = ScriptReader(items, loader, PLAN, range(4), 0, "training")
+    for size in (2, 1):
+        assert reader.any_rows(2).batch["index"].tolist() == [0, 1]
+        reader.take(0, size)
+        loader.renew()
+
+
 class Collate:
     """Collate function that holds a model, as those of sequence-to-sequence models do."""
 
@@ -124,6 +169,57 @@ def test_a_file_that_is_mapped_into_memory_is_not_copied(loader: Loader, tmp_pat
     dumped = Items(dataset).dumps()
     assert len(dumped) < 10_000
     assert np.array_equal(pickle.loads(dumped)[0].tokens, dataset.tokens)
+
+
+class Mapped(Drawn):
+    """Dataset whose samples are in a file that it maps into memory."""
+
+    def __init__(self, file: Path) -> None:
+        super().__init__()
+        self.file = file
+        self.map()
+
+    def map(self) -> None:
+        self.tokens = np.memmap(self.file, np.int64, "r")
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return {"index": self.tokens[index], "x": torch.zeros(1)}
+
+    def replace_file(self, value: int) -> None:
+        np.full(ROWS, value).tofile(self.file.with_suffix(".new"))
+        self.file.with_suffix(".new").replace(self.file)
+
+
+@pytest.fixture
+def mapped(tmp_path: Path) -> Mapped:
+    np.full(ROWS, 1).tofile(tmp_path / "tokens.bin")
+    return Mapped(tmp_path / "tokens.bin")
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_a_file_that_is_replaced_and_mapped_again_between_epochs_is_read(mapped: Mapped, num_workers: int) -> None:
+    loader = Loader(num_workers)
+    from_step(loader, dataset=mapped)
+    assert marks(loader, 5) == {1}
+    mapped.replace_file(2)
+    mapped.map()
+    loader.renew()
+    assert marks(loader, 5) == {2}
+    loader.close()
+
+
+def test_a_file_that_is_replaced_but_not_mapped_again_is_refused(loader: Loader, mapped: Mapped) -> None:
+    from_step(loader, dataset=mapped)
+    assert marks(loader, 5) == {1}
+    mapped.replace_file(2)
+    assert marks(loader, 5) == {1}
+    with pytest.raises(UsageError, match=r"tokens.bin was replaced after the dataset had mapped it; map it again"):
+        loader.renew()
+    lost = processes_of(loader)[0]
+    send_signal(lost, signal.SIGKILL)
+    wait_until(lambda: not is_alive(lost))
+    with pytest.raises(UsageError, match=r"tokens.bin was replaced after the dataset had mapped it; map it again"):
+        marks(loader, 5)
 
 
 @pytest.mark.parametrize("taken", [0, 1, 7])

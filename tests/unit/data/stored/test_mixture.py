@@ -97,7 +97,9 @@ def test_data_sets_with_different_columns_are_refused_by_name(tmp_path: Path) ->
     one = write_table(tmp_path / "one", {"x": [1, 2], "y": [1, 2]})
     other = write_table(tmp_path / "other", {"x": [1, 2], "y": ["a", "b"]})
     mixture = Mixture((one, other), (1.0, 1.0))
-    with pytest.raises(ManifestError, match=r"/other and .*/one have different columns"):
+    with pytest.raises(
+        ManifestError, match=r"/other has other columns than .*/one: column 'y' is string and not int64;"
+    ):
         mixture.select(None)
     assert [column.name for column in mixture.select(["x"])] == ["x"]
 
