@@ -58,7 +58,7 @@ def load_file(
     Raises:
         SpecError: The file is not valid.
     """
-    tree, origins = _read_yaml(file, what, keys)
+    tree, origins = read_yaml(file, what, keys)
     for override in overrides:
         _apply_override(tree, origins, override, origin(override.partition("=")[0]))
     tree, variables = with_variables(tree, Where(file, origins))
@@ -104,8 +104,12 @@ def files_for_job(script: Path, files: Iterable[Path]) -> dict[str, str]:
     return {FILES: json.dumps(texts)} if texts else {}
 
 
-def _read_yaml(file: Path, what: str, keys: str) -> tuple[dict[str, Any], dict[str, str]]:
-    """Return the content of a file, and the origin of each of its values by dotted key."""
+def read_yaml(file: Path, what: str, keys: str) -> tuple[dict[str, Any], dict[str, str]]:
+    """Return the content of a file, and the origin of each of its values by dotted key. `load_file` explains the arguments.
+
+    Raises:
+        SpecError: The file is not a mapping in YAML.
+    """
     try:
         text = json.loads(os.environ.get(FILES, "{}")).get(str(file)) or file.read_text(encoding="utf-8")
         root = yaml.compose(text, Loader=_Yaml12Loader)

@@ -134,7 +134,7 @@ def test_ctrl_c_ends_a_command_with_status_130(undula: Command, monkeypatch: pyt
     ],
 )
 def test_overrides_and_options_can_be_mixed(undula: Command, line: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    def printed(script: Path, job: Path, overrides: tuple[str, ...]) -> str:
+    def printed(script: Path, job: Path, overrides: tuple[str, ...], project: None) -> str:
         return load_spec(job, overrides).to_yaml()  # the script itself would take seconds to import torch and Ray
 
     monkeypatch.setattr("undula.driver.print_job.printed_by_script", printed)
