@@ -26,6 +26,19 @@ from undula.errors import SpecError, one_line
 FILES = "UNDULA_FILES"
 """Environment variable of a job's driver with the texts of YAML files that its machine may not have, as JSON by absolute path."""
 
+OPTIONS = {
+    key: f"give it to the command as the option {option}"
+    for key, option in {
+        "script": "--script FILE",
+        "project": "--project FOLDER",
+        "address": "--address URL",
+        "env": "--env NAME=VALUE",
+        "runtime_env": "--runtime-env FILE",
+        "fresh": "--fresh",
+    }.items()
+}
+"""Fixes for keys that are options of `undula run` and `undula study`."""
+
 
 def load_file(
     owner: Any,
@@ -63,7 +76,7 @@ def load_file(
         _apply_override(tree, origins, override, origin(override.partition("=")[0]))
     tree, variables = with_variables(tree, Where(file, origins))
     where = Where(file, origins, variables)
-    refuse_unknown_keys(tree, owner, (), where, lambda key: fix(tree, key))
+    refuse_unknown_keys(tree, owner, (), where, lambda key: fix(tree, key) or OPTIONS.get(key))
     for key, section in sections.items():
         refuse_unknown_keys(tree.get(key), section, (key,), where)
     for key, setting in settings(tree).items():

@@ -99,7 +99,7 @@ def test_ray_gets_packages_variables_and_files(submission: Submission, monkeypat
     sent = head.posted["runtime_env"]
     assert sent["pip"]["packages"] == ["einops"]
     assert (sent["env_vars"]["LEVEL"], sent["env_vars"]["MODE"]) == ("given", "fast")
-    assert len(sent["py_modules"]) == 3
+    assert len(sent["py_modules"]) == 4
     assert "hunter" not in json.dumps(head.posted)
     secret, *packages = head.packages
     assert json.loads(secret)["DB_PASSWORD"] == "hunter2x"
