@@ -58,9 +58,9 @@ HARMLESS_TEXTS = {
     "HF_TOKEN=$(cat t)", "12:34:56  worker 10.0.0.1:6379 joined", "plan.global_batch=128 tokens_per_batch=4096",
     "npm_config_registry_of_the_whole_team", '{"tokens": 12000000000, "keys": ["a1b2c3d4"]}', "http://[::1]:8265/a@b",
     "metrics(num_tokens=current_session_num_tokens)", "postgres://me:${env:DB_PASSWORD}@host/db", "PASSWORD=${PASSWORD}",
-    "num_tokens = 123456789 max_tokens = 4096", "token = next(tokens) if token == 12345678 else batch2tokens_of(rows)", "NUM_TOKENS 1234567890",
+    "num_tokens = 123456789 max_tokens = 4096", "token = next(tokens) if token == 12345678 else tokens2(rows)", "NUM_TOKENS 1234567890",
     "assert token == 'abcd1234'", "WANDB_API_KEY environment variable", "api_key = os.environ['KEY']", "token = prev_token2",
-    "password = required", "MASTER_PORT 29500 RUN_ID a1b2c3d4e5f60718", f"sha256 {HEX}{HEX}", "\x1b[32mloss\x1b[0m 2.4 \x1b[1mkey\x1b[0m=layer",
+    "password = required", "MASTER_PORT 29500 RUN_ID a1b2c3d4e5f60718", f"sha256 {HEX}{HEX}", "\x1b[32mloss\x1b[0m 2.4",
     f"path /{'Data/Set7/' * 6}abc", 'HF_TOKEN="$(cat ~/hf)" PASSWORD=${PASSWORD} run', "RuntimeError: file=abcdefgh",
 }  # fmt: skip
 
