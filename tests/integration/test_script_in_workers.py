@@ -286,7 +286,7 @@ def test_a_job_on_other_machines_has_packages_and_variables_and_names_files_that
         "jobs/job.yaml": FILES_JOB.format(runs=tmp_path / "runs"),
         "lib/ours.py": "",
         "more/extra/__init__.py": "",
-        "env.yaml": f"py_modules: [{tmp_path}/more/extra]\nenv_vars: {{MODE: fast, DB_PASSWORD: hunter2x}}\n",
+        "env.yaml": f"py_modules: [{tmp_path}/more/extra]\nenv_vars: {{MODE: fast, DB_PASSWORD: hunter2x, PYTHONPATH: /mine}}\n",
     }
     for name, text in files.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)

@@ -55,6 +55,11 @@ def job_environment(
         if not equals or not re.fullmatch(_NAME, name):
             fix = f"write NAME=VALUE, or --secret {name} to pass on a variable" if not equals else "write NAME=VALUE"
             raise SpecError(f"command line: --env {name}: {fix}")
+        if name == "PYTHONPATH":
+            raise SpecError(
+                "command line: --env PYTHONPATH: Python reads it before a process takes the variables of its job; set it in env_vars of "
+                "--runtime-env, or name the folder of the packages with --project"
+            )
         variables[name] = value
     given = {**secret, **variables}
     return values.with_declared(

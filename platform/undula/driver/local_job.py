@@ -51,6 +51,7 @@ def run_on_own_cluster(
     script: Path,
     arguments: Sequence[str],
     variables: Mapping[str, str],
+    early: Mapping[str, str],
     modules: Sequence[Path],
     num_cpus: int,
     show: Callable[[str], None],
@@ -61,6 +62,7 @@ def run_on_own_cluster(
         script: Path of the script.
         arguments: Its arguments.
         variables: Environment variables of the script and its workers, which no log or file shows.
+        early: Those of these variables with which each process of the cluster starts.
         modules: Packages and modules that the script needs beside its folder.
         num_cpus: Number of CPUs of the cluster.
         show: Callback for each line that the script prints.
@@ -70,10 +72,10 @@ def run_on_own_cluster(
         KeyboardInterrupt, SystemExit: Ctrl-C or SIGTERM ended this command. The script was stopped.
     """
     with (
-        importable(modules) as path,
+        importable(modules, early) as path,
         _forking_python(variables) as python,
-        starting_cluster(num_cpus, {**path, MODULES: ",".join(FORKED)}, python, accepts_jobs=False) as cluster,
-        _started(script, arguments, cluster, {**path, **variables, **names_of(variables)}) as process,
+        starting_cluster(num_cpus, {**early, **path, MODULES: ",".join(FORKED)}, python, accepts_jobs=False) as cluster,
+        _started(script, arguments, cluster, {**variables, **path, **names_of(variables)}) as process,
     ):
         await_start(cluster, lambda: process.poll() is not None or head_answers(cluster.address))
         assert process.stdout is not None

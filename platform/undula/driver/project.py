@@ -3,11 +3,12 @@
 import ast
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from types import MappingProxyType
 
 from undula.errors import SpecError
 
@@ -48,15 +49,20 @@ def project_modules(script: Path, root: Path | None = None) -> list[Path]:
 
 
 @contextmanager
-def importable(modules: Sequence[Path]) -> Iterator[dict[str, str]]:
-    """Yield the environment variable with which Python finds packages and modules, but nothing that lies beside them."""
+def importable(modules: Sequence[Path], env: Mapping[str, str] = MappingProxyType({})) -> Iterator[dict[str, str]]:
+    """Yield the environment variable with which Python finds packages and modules, but nothing that lies beside them.
+
+    Args:
+        modules: Their paths.
+        env: Variables of the process beside those of this one.
+    """
     if not modules:
         yield {}
         return
     with TemporaryDirectory(prefix="undula-modules-") as folder:
         for module in modules:
             Path(folder, module.name).symlink_to(module)
-        yield {"PYTHONPATH": os.pathsep.join([folder, *filter(None, [os.environ.get("PYTHONPATH")])])}
+        yield {"PYTHONPATH": os.pathsep.join([folder, *filter(None, [{**os.environ, **env}.get("PYTHONPATH")])])}
 
 
 def _in_project(name: str, root: Path) -> Path | None:

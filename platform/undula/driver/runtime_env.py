@@ -8,6 +8,7 @@ from typing import Any
 from ray.runtime_env import RuntimeEnv
 
 from undula.config.yaml_file import read_yaml
+from undula.elastic.ray.environment import KEEP_HEAP, NO_GPU, SURVIVE_NCCL
 from undula.elastic.ray.private_environment import variables_for
 from undula.errors import SpecError, one_line
 from undula.masking.shapes import secrets_in
@@ -17,7 +18,7 @@ OWN = {
     "worker_process_setup_hook": "its hook gives secrets to the processes of the job",
 }
 """Keys that Undula sets, each with its value."""
-OWN_VARIABLES = ("UNDULA_", "PYTHONHASHSEED", *variables_for(""))
+OWN_VARIABLES = ("UNDULA_", "PYTHONHASHSEED", *variables_for(""), *KEEP_HEAP, *NO_GPU, *SURVIVE_NCCL)
 """Beginnings of the names of variables that Undula sets."""
 
 

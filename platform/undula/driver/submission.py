@@ -228,6 +228,7 @@ def _run_here(submission: Submission, screen: LiveScreen) -> int:
             submission.script,
             submission.arguments,
             submission.environment,
+            submission.runtime_env.get("env_vars", {}),
             submission.modules,
             submission.num_cpus,
             screen.show,
@@ -311,7 +312,9 @@ def _start(api: "JobApi", job: str, submission: Submission) -> None:
 
     modules = [*map(str, submission.modules), *submission.runtime_env.get("py_modules", ())]
     runtime_env = {**submission.runtime_env, "py_modules": modules}
-    submit.start(api, job, submission.url, submission.script, submission.arguments, submission.environment, runtime_env)
+    public = runtime_env.get("env_vars", {})  # Ray adds to some, such as PYTHONPATH, which must not be set again
+    private = {name: value for name, value in submission.environment.items() if name not in public}
+    submit.start(api, job, submission.url, submission.script, submission.arguments, private, runtime_env)
 
 
 def _ended(submission: Submission, details: "JobDetails | None", screen: LiveScreen) -> int:

@@ -26,6 +26,7 @@ from undula.telemetry.live import LiveScreen
         ("pip: [einops]\nworking_dir: .", "env.yaml:2: Undula sets working_dir itself, and it is the folder of the script"),
         ("worker_process_setup_hook: a.b", "env.yaml:1: Undula sets worker_process_setup_hook itself"),
         ("env_vars: {A: '1', PYTHONHASHSEED: '1'}", "env.yaml:1: Undula sets PYTHONHASHSEED itself; remove it"),
+        ("env_vars: {MALLOC_ARENA_MAX: '2'}", "env.yaml:1: Undula sets MALLOC_ARENA_MAX itself; remove it from env_vars"),
         ("env_vars: {UNDULA_RUNS: /runs}", "env.yaml:1: Undula sets UNDULA_RUNS itself; remove it from env_vars"),
         ("env_vars: {DB_PASSWORD: 47211}", "env.yaml:1: env_vars.DB_PASSWORD is not a text; quote its value"),
         ("exclude: [data]", "env.yaml:1: a runtime environment of Ray has no key exclude: did you mean excludes?"),
@@ -103,6 +104,7 @@ def test_ray_gets_packages_variables_and_files(submission: Submission, monkeypat
     assert "hunter" not in json.dumps(head.posted)
     secret, *packages = head.packages
     assert json.loads(secret)["DB_PASSWORD"] == "hunter2x"
+    assert "MODE" not in json.loads(secret), "a variable that Ray adds to, such as PYTHONPATH, would be set again"
     assert {"DB_PASSWORD", "LOGIN"} <= declared_in(json.loads(secret)).keys()
     names = {name for package in packages for name in zipfile.ZipFile(io.BytesIO(package)).namelist()}
     assert {"job.py", "solitary.py", "mine/data/__init__.py", "extra/__init__.py", "undula/data/spec.py"} <= names
