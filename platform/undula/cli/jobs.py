@@ -35,9 +35,10 @@ def logs(run: str, runs: str | None, address: str | None, follow: bool) -> int:
     try:
         api = _connected(address)
         job = current(jobs_of(api, run, runs)).submission_id
-    except (ClusterError, RunError):
+    except (ClusterError, RunError) as error:
         if follow or not (kept := _kept_output(run, runs)):
             raise
+        click.echo(f"from the run directory, because no cluster has the log: {error}", err=True)
         click.echo(kept, nl=False)
         return 0
     assert job is not None

@@ -298,8 +298,8 @@ def _noting_what_is_left_out(submission: Submission, screen: LiveScreen) -> Subm
     if names:
         more = f" and {len(names) - MOST_NAMES} more" if len(names) > MOST_NAMES else ""
         screen.show(
-            f"not sent, because .gitignore names it: {', '.join(names[:MOST_NAMES])}{more} ({SENDS_ALL}=1 sends all but what .rayignore "
-            "names)"
+            f"not sent to other machines, because .gitignore names it: {', '.join(names[:MOST_NAMES])}{more} "
+            f"({SENDS_ALL}=1 sends all but what .rayignore names)"
         )
     return replace(
         submission,

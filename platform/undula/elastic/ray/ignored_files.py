@@ -3,6 +3,7 @@
 import logging
 import os
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from ray._private import ray_constants
@@ -24,7 +25,9 @@ def ignored_by_git(folder: Path, excludes: Sequence[str]) -> list[str]:
     if os.environ.get(SENDS_ALL) == "1":
         return []
     meant = [_get_excludes(folder, [*ray_constants.get_runtime_env_default_excludes(), *excludes])]
-    return [str(path.relative_to(folder)) for path in _ignored(folder, (), meant)]
+    with suppress(OSError):  # which Ray reports when it packs the folder
+        return [str(path.relative_to(folder)) for path in _ignored(folder, (), meant)]
+    return []
 
 
 def _ignored(place: Path, ignores: _Rules, meant: _Rules) -> list[Path]:
