@@ -40,6 +40,8 @@ ALLOWED: Mapping[str, Mapping[str, str]] = {
     "ray 2.60": {
         "_do_request": "driver.submit",
         "_raise_error": "driver.submit",
+        "_upload_package_if_needed": "driver.submit",
+        "_upload_py_modules_if_needed": "driver.submit",
         "ray._private": "cluster.forking.server driver.submit",
     },
     "torch 2.13": {

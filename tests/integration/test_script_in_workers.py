@@ -9,6 +9,8 @@ from pathlib import Path
 import torch
 
 from undula.cluster.local import LocalCluster
+from undula.state.ledger import read_ledger
+from undula.storage import open_store
 
 HELPER = """
 CALLS = []
@@ -247,3 +249,59 @@ def test_files_of_a_script_that_exists_only_as_a_copy_reach_the_run(cluster: Loc
     assert steps[:5] == [0, 1, 2, 3, 4]
     assert steps[-1] == 11
     assert not (tmp_path / "gone" / "log.txt").exists()
+
+
+ELSEWHERE = """
+import os
+from pathlib import Path
+
+import extra
+import ours
+import torch
+import undula
+
+
+def train(run):
+    print("worker", ours.__name__, extra.__name__, os.environ["MODE"], os.environ["DB_PASSWORD"], Path("sent.txt").read_text())
+    run.dataset(torch.utils.data.TensorDataset(torch.ones(48, 2)))
+    model = run.model(torch.nn.Linear(2, 1))
+    run.optimizer(torch.optim.SGD(model.parameters(), lr=run.base_lr))
+    for step in run.steps():
+        Path("data/scale.txt").read_text()
+
+
+print("driver", ours.__name__, extra.__name__, os.environ["MODE"], os.environ["DB_PASSWORD"])
+undula.main(train)
+"""
+
+
+def test_a_job_on_other_machines_has_packages_and_variables_and_names_files_that_were_not_sent(
+    cluster: LocalCluster, tmp_path: Path
+) -> None:
+    files = {
+        "jobs/.gitignore": "data\n",
+        "jobs/data/scale.txt": "0.5",
+        "jobs/sent.txt": "sent",
+        "jobs/job.py": ELSEWHERE,
+        "jobs/job.yaml": FILES_JOB.format(runs=tmp_path / "runs"),
+        "lib/ours.py": "",
+        "more/extra/__init__.py": "",
+        "env.yaml": f"py_modules: [{tmp_path}/more/extra]\nenv_vars: {{MODE: fast, DB_PASSWORD: hunter2x, PYTHONPATH: /mine}}\n",
+    }
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    undula = str(Path(sys.executable).parent / "undula")
+    command = [undula, "run", "jobs/job.yaml", "--address", cluster.dashboard, "--project", "lib"]
+    # Without this variable, the job would work in the folder from which it was submitted, which this machine has.
+    elsewhere = ["--env", "UNDULA_FOLDER=/none", "--runtime-env", "env.yaml"]
+    env = {**os.environ, **cluster.env}
+    done = subprocess.run([*command, *elsewhere], env=env, cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert "because .gitignore names it: data (RAY_RUNTIME_ENV_IGNORE_GITIGNORE=1 sends all but" in done.stdout
+    assert "driver ours extra fast ***\n" in done.stdout
+    assert "worker ours extra fast *** sent\n" in done.stdout
+    note = ".gitignore names data, so it was not sent to the cluster; see 'Packages and files' in docs/jobs.md"
+    assert f"\n{note}\n" in done.stdout
+    events = read_ledger(open_store(str(tmp_path / "runs" / "files"))).events["message"].to_pylist()
+    assert f"'data/scale.txt' at job.py:17 ({note})" in " ".join(events)

@@ -134,6 +134,14 @@ def test_undula_run_starts_a_cluster_and_leaves_no_process_behind(mark: str, tex
     assert not noise, "Ray's own talk belongs into its files"
     await_nothing_left(mark)
 
+    # The cluster is gone, and with it the logs of Ray.
+    bare = {key: value for key, value in os.environ.items() if not key.startswith(("RAY_", "UNDULA_"))}
+    logs = subprocess.run(
+        [*UNDULA, "logs", str(tmp_path / "own")], env=bare, capture_output=True, text=True, timeout=60
+    )
+    lines = [line for line in out.splitlines() if not line.startswith("step ")]
+    assert logs.stdout.splitlines() == lines[lines.index(next(line for line in lines if "starts: rank 0" in line)) :]
+
 
 def test_ctrl_c_leaves_no_process_behind(mark: str, text: str, tmp_path: Path) -> None:
     process = start_undula_run(UNDULA, mark, text, tmp_path, "name=interrupted", "plan.max_steps=1000000")

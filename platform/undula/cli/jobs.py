@@ -1,12 +1,13 @@
 """Commands `undula logs` and `undula stop`, for jobs that were submitted to a cluster."""
 
 import sys
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 import click
 
 from undula.cli.options import address_option, json_option, print_json, runs_option
-from undula.errors import INTERRUPTED, ClusterError, RunError
+from undula.errors import INTERRUPTED, ClusterError, RunError, StorageError
 
 if TYPE_CHECKING:
     from undula.driver.submit import JobApi
@@ -25,14 +26,21 @@ def logs(run: str, runs: str | None, address: str | None, follow: bool) -> int:
     """Show what the current job of a run or study has printed: the newest one that has not ended, or else the newest one.
 
     RUN is the name of a run or study that was submitted to the cluster, or its directory as a path or an s3:// URL. Ctrl-C does not stop
-    the job.
+    the job. Where no cluster has the job any more, this command shows what the run has kept of it.
     """
     from undula.driver.follow import exit_status, follow_to_the_end, lines_of
     from undula.driver.submit import current, jobs_of, log_of
     from undula.telemetry.live import LiveScreen
 
-    api = _connected(address)
-    job = current(jobs_of(api, run, runs)).submission_id
+    try:
+        api = _connected(address)
+        job = current(jobs_of(api, run, runs)).submission_id
+    except (ClusterError, RunError) as error:
+        if follow or not (kept := _kept_output(run, runs)):
+            raise
+        click.echo(f"from the run directory, because no cluster has the log: {error}", err=True)
+        click.echo(kept, nl=False)
+        return 0
     assert job is not None
     if not follow:
         click.echo("\n".join(lines_of(log_of(api, job))))
@@ -106,6 +114,16 @@ def states_of_jobs(runs: str, address: str | None) -> "dict[str, State]":
         if parent == directory(runs) and not status.is_terminal():
             states[folder] = "pending" if status == "PENDING" else "running"
     return states
+
+
+def _kept_output(run: str, runs: str | None) -> str:
+    """Return what a run has kept of its output; an empty text if there is no such run, or if it has kept nothing."""
+    from undula.driver.kept_output import kept_output
+    from undula.state.locate import locate_run
+
+    with suppress(RunError, StorageError):
+        return kept_output(locate_run(run, runs))
+    return ""
 
 
 def _connected(address: str | None) -> "JobApi":

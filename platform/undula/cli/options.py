@@ -53,6 +53,12 @@ script_option = click.option(
     metavar="FILE",
     help="Script of the job.  [default: the file beside JOB.yaml with the same name]",
 )
+project_option = click.option(
+    "--project",
+    type=FILE,
+    metavar="FOLDER",
+    help="Folder in which packages lie that the script imports.  [default: the nearest one with a pyproject.toml, setup.py or .git]",
+)
 address_option = click.option(
     "--address",
     metavar="URL",
@@ -82,7 +88,26 @@ def environment_options(command: F) -> F:
         metavar="FILE",
         help="File with environment variables of the job's processes, one NAME=VALUE a line. Their values are masked.",
     )
-    return env(secret(file(command)))
+    runtime_env = click.option(
+        "--runtime-env",
+        type=FILE,
+        metavar="FILE",
+        help="YAML of a Ray runtime environment for the job's processes, as for `ray job submit`.",
+    )
+    return env(secret(file(runtime_env(command))))
+
+
+def runtime_env_of(file: Path | None) -> dict[str, Any]:
+    """Return the runtime environment of `--runtime-env`; an empty one if it is not given, without importing Ray.
+
+    Raises:
+        SpecError: The file has none that a job can have.
+    """
+    if file is None:
+        return {}
+    from undula.driver.runtime_env import load_runtime_env
+
+    return load_runtime_env(file)
 
 
 def mode_options(command: F) -> F:

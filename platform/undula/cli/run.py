@@ -11,7 +11,9 @@ from undula.cli.options import (
     job_arguments,
     mode_of,
     mode_options,
+    project_option,
     runs_option,
+    runtime_env_of,
     script_option,
     with_runs,
 )
@@ -20,6 +22,7 @@ from undula.cli.options import (
 @click.command(short_help="Train a job on a Ray cluster and follow it.")
 @job_arguments
 @script_option
+@project_option
 @runs_option
 @address_option
 @environment_options
@@ -40,11 +43,13 @@ def run(
     job: Path,
     overrides: tuple[str, ...],
     script: Path | None,
+    project: Path | None,
     runs: str | None,
     address: str | None,
     env: tuple[str, ...],
     secrets: tuple[str, ...],
     secret_files: tuple[Path, ...],
+    runtime_env: Path | None,
     detach: bool,
     keep_alive: bool,
     fresh: bool,
@@ -73,15 +78,18 @@ def run(
     from undula.telemetry.live import LiveScreen
 
     overrides = with_runs(overrides, runs)
-    environment = job_environment(env, secrets, secret_files)
+    ray_env = runtime_env_of(runtime_env)
+    environment = job_environment(env, secrets, secret_files, ray_env.get("env_vars", {}))
     with having(environment):
         loaded = load_spec(job, overrides)
         if prints:
-            click.echo(printed_by_script(script_of(job, script), job, overrides), nl=False)
+            click.echo(printed_by_script(script_of(job, script), job, overrides, project), nl=False)
             return 0
     mode = mode_of(detach, keep_alive)
     environment = with_declared(environment, loaded.variables)
-    submission = submission_of_job(job, loaded, overrides, script, fresh).with_environment(environment)
+    submission = submission_of_job(job, loaded, overrides, script, fresh, project).with_environment(
+        environment, ray_env
+    )
     if not in_process:
         return run_submission(submission, address, LiveScreen(sys.stdout), mode)
     if address or mode != "follow":

@@ -17,7 +17,9 @@ from undula.cli.options import (
     mode_of,
     mode_options,
     print_json,
+    project_option,
     runs_option,
+    runtime_env_of,
     script_option,
     with_runs,
 )
@@ -54,6 +56,7 @@ def study() -> None:
 @click.argument("file", type=FILE, metavar="STUDY.yaml")
 @click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]...")
 @script_option
+@project_option
 @address_option
 @environment_options
 @runs_option
@@ -63,10 +66,12 @@ def run(
     file: Path,
     overrides: tuple[str, ...],
     script: Path | None,
+    project: Path | None,
     address: str | None,
     env: tuple[str, ...],
     secrets: tuple[str, ...],
     secret_files: tuple[Path, ...],
+    runtime_env: Path | None,
     runs: str | None,
     detach: bool,
     keep_alive: bool,
@@ -88,7 +93,8 @@ def run(
 
     _refuse_what_may_be_a_command(file)
     overrides = with_runs(overrides, runs, "overrides.runs")
-    environment = job_environment(env, secrets, secret_files)
+    ray_env = runtime_env_of(runtime_env)
+    environment = job_environment(env, secrets, secret_files, ray_env.get("env_vars", {}))
     with having(environment):
         loaded = load_study(file, overrides)
     # The nodes of an existing cluster may have other files than this machine, so only they can tell whether the study is done.
@@ -97,7 +103,9 @@ def run(
         return 0
     mode = mode_of(detach, keep_alive)
     environment = with_declared(environment, loaded.job.variables)
-    submission = submission_of_study(file, loaded, overrides, script, fresh).with_environment(environment)
+    submission = submission_of_study(file, loaded, overrides, script, fresh, project).with_environment(
+        environment, ray_env
+    )
     return run_submission(submission, address, LiveScreen(sys.stdout), mode)
 
 

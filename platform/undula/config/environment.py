@@ -6,13 +6,13 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from undula.config.secrets import has_secret
 from undula.errors import SpecError
 from undula.masking import values
 from undula.masking.output import mask_output
-from undula.masking.shapes import is_secret
 
 OVERRIDES = "UNDULA_OVERRIDES"
 """Environment variable of a job's driver with overrides that its command line must not show, as a JSON list."""
@@ -24,13 +24,20 @@ _SECTIONS = ("config", "trackers")
 """Sections of a job in which a reference may stand. The others say what is trained and where, which every record of the run shows."""
 
 
-def job_environment(env: Sequence[str], secrets: Sequence[str], files: Sequence[Path]) -> dict[str, str]:
-    """Return the environment variables of a job, with the note which of them are secrets: all but those of `env` whose names are harmless.
+def job_environment(
+    env: Sequence[str],
+    secrets: Sequence[str],
+    files: Sequence[Path],
+    env_vars: Mapping[str, str] = MappingProxyType({}),
+) -> dict[str, str]:
+    """Return the environment variables of a job, with the note which of them are secrets: all but those of `env` and `env_vars` that are
+    harmless by their names and values.
 
     Args:
         env: Variables as NAME=VALUE.
         secrets: Names of variables of this process.
         files: Files with a line NAME=VALUE for each variable, as Docker and dotenv read them.
+        env_vars: Variables of the job's runtime environment. The others replace those of the same names.
 
     Raises:
         SpecError: A name is invalid, or a variable or a file does not exist. The message shows no value.
@@ -42,16 +49,21 @@ def job_environment(env: Sequence[str], secrets: Sequence[str], files: Sequence[
         if name not in os.environ:
             raise SpecError(f"command line: --secret {name}: the environment has no such variable; export it first")
         secret[name] = os.environ[name]
-    variables: dict[str, str] = {}
+    variables = {name: value for name, value in env_vars.items() if name not in secret}
     for variable in env:
         name, equals, value = variable.partition("=")
         if not equals or not re.fullmatch(_NAME, name):
             fix = f"write NAME=VALUE, or --secret {name} to pass on a variable" if not equals else "write NAME=VALUE"
             raise SpecError(f"command line: --env {name}: {fix}")
+        if name == "PYTHONPATH":
+            raise SpecError(
+                "command line: --env PYTHONPATH: Python reads it before a process takes the variables of its job; set it in env_vars of "
+                "--runtime-env, or name the folder of the packages with --project"
+            )
         variables[name] = value
     given = {**secret, **variables}
     return values.with_declared(
-        variables, {name: given[name] for name in given if name not in variables or is_secret(name, given[name])}
+        variables, {name: given[name] for name in given if name not in variables or has_secret(f"{name}={given[name]}")}
     )
 
 

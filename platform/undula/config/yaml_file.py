@@ -26,6 +26,19 @@ from undula.errors import SpecError, one_line
 FILES = "UNDULA_FILES"
 """Environment variable of a job's driver with the texts of YAML files that its machine may not have, as JSON by absolute path."""
 
+OPTIONS = {
+    key: f"give it to the command as the option {option}"
+    for key, option in {
+        "script": "--script FILE",
+        "project": "--project FOLDER",
+        "address": "--address URL",
+        "env": "--env NAME=VALUE",
+        "runtime_env": "--runtime-env FILE",
+        "fresh": "--fresh",
+    }.items()
+}
+"""Fixes for keys that are options of `undula run` and `undula study`."""
+
 
 def load_file(
     owner: Any,
@@ -58,12 +71,12 @@ def load_file(
     Raises:
         SpecError: The file is not valid.
     """
-    tree, origins = _read_yaml(file, what, keys)
+    tree, origins = read_yaml(file, what, keys)
     for override in overrides:
         _apply_override(tree, origins, override, origin(override.partition("=")[0]))
     tree, variables = with_variables(tree, Where(file, origins))
     where = Where(file, origins, variables)
-    refuse_unknown_keys(tree, owner, (), where, lambda key: fix(tree, key))
+    refuse_unknown_keys(tree, owner, (), where, lambda key: fix(tree, key) or OPTIONS.get(key))
     for key, section in sections.items():
         refuse_unknown_keys(tree.get(key), section, (key,), where)
     for key, setting in settings(tree).items():
@@ -104,8 +117,12 @@ def files_for_job(script: Path, files: Iterable[Path]) -> dict[str, str]:
     return {FILES: json.dumps(texts)} if texts else {}
 
 
-def _read_yaml(file: Path, what: str, keys: str) -> tuple[dict[str, Any], dict[str, str]]:
-    """Return the content of a file, and the origin of each of its values by dotted key."""
+def read_yaml(file: Path, what: str, keys: str) -> tuple[dict[str, Any], dict[str, str]]:
+    """Return the content of a file, and the origin of each of its values by dotted key. `load_file` explains the arguments.
+
+    Raises:
+        SpecError: The file is not a mapping in YAML.
+    """
     try:
         text = json.loads(os.environ.get(FILES, "{}")).get(str(file)) or file.read_text(encoding="utf-8")
         root = yaml.compose(text, Loader=_Yaml12Loader)

@@ -9,6 +9,7 @@ from ray.train import TrainingFailedError
 
 from undula.config.job import JobSpec, LoadedSpec
 from undula.driver.connection import connected, for_workers
+from undula.driver.kept_output import KeptOutput
 from undula.driver.launch import TrainerName, launch
 from undula.driver.preflight import on_machines
 from undula.driver.record import LaunchSpec
@@ -39,8 +40,12 @@ def on_cluster(
         with connected():
             loaded = on_machines(loaded, offers_gpus)
             hub = start_hub(store)
-            with live_view(hub):
-                yield Place(loaded, HubPublisher(hub), partial(_fit, store, hub, trainer))
+            output = KeptOutput(store)
+            try:
+                with live_view(hub, keep=output.add):
+                    yield Place(loaded, HubPublisher(hub), partial(_fit, store, hub, trainer), output.finish)
+            finally:
+                output.finish()
 
     return opened
 

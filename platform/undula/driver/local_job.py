@@ -11,7 +11,6 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 from undula.cluster.forking.interpreter import DRIVER_SOCKET, MODULES, is_possible, socket_of, write_interpreter
 from undula.cluster.local import (
@@ -23,7 +22,7 @@ from undula.cluster.local import (
     short_folder,
     starting_cluster,
 )
-from undula.driver.project import project_modules
+from undula.driver.project import importable
 from undula.elastic.ray.private_environment import names_of
 from undula.state.processes import end_group
 
@@ -49,7 +48,13 @@ STOP_TIMEOUT_S = 5.0
 
 
 def run_on_own_cluster(
-    script: Path, arguments: Sequence[str], variables: Mapping[str, str], num_cpus: int, show: Callable[[str], None]
+    script: Path,
+    arguments: Sequence[str],
+    variables: Mapping[str, str],
+    early: Mapping[str, str],
+    modules: Sequence[Path],
+    num_cpus: int,
+    show: Callable[[str], None],
 ) -> int:
     """Run a script on a new local cluster, and return its exit status.
 
@@ -57,6 +62,8 @@ def run_on_own_cluster(
         script: Path of the script.
         arguments: Its arguments.
         variables: Environment variables of the script and its workers, which no log or file shows.
+        early: Those of these variables with which each process of the cluster starts.
+        modules: Packages and modules that the script needs beside its folder.
         num_cpus: Number of CPUs of the cluster.
         show: Callback for each line that the script prints.
 
@@ -65,10 +72,10 @@ def run_on_own_cluster(
         KeyboardInterrupt, SystemExit: Ctrl-C or SIGTERM ended this command. The script was stopped.
     """
     with (
-        _links_to(project_modules(script)) as path,
+        importable(modules, early) as path,
         _forking_python(variables) as python,
-        starting_cluster(num_cpus, {**path, MODULES: ",".join(FORKED)}, python, accepts_jobs=False) as cluster,
-        _started(script, arguments, cluster, {**path, **variables, **names_of(variables)}) as process,
+        starting_cluster(num_cpus, {**early, **path, MODULES: ",".join(FORKED)}, python, accepts_jobs=False) as cluster,
+        _started(script, arguments, cluster, {**variables, **path, **names_of(variables)}) as process,
     ):
         await_start(cluster, lambda: process.poll() is not None or head_answers(cluster.address))
         assert process.stdout is not None
@@ -104,18 +111,6 @@ def _working_interpreter(folder: Path) -> str | None:
     except (OSError, subprocess.CalledProcessError):
         return None
     return python
-
-
-@contextmanager
-def _links_to(modules: Sequence[Path]) -> Iterator[dict[str, str]]:
-    """Return the environment variable with which Python finds packages and modules, but nothing that lies beside them."""
-    if not modules:
-        yield {}
-        return
-    with TemporaryDirectory(prefix="undula-modules-") as folder:
-        for module in modules:
-            Path(folder, module.name).symlink_to(module)
-        yield {"PYTHONPATH": os.pathsep.join([folder, *filter(None, [os.environ.get("PYTHONPATH")])])}
 
 
 @contextmanager

@@ -7,10 +7,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from undula.config.environment import OVERRIDES, without_secrets
+from undula.driver.project import importable, project_modules
 from undula.errors import SpecError
 
 
-def printed_by_script(script: Path, job: Path, overrides: Sequence[str]) -> str:
+def printed_by_script(script: Path, job: Path, overrides: Sequence[str], project: Path | None = None) -> str:
     """Return what a job's script prints for `--print`: every value of the job with its origin.
 
     Raises:
@@ -18,8 +19,9 @@ def printed_by_script(script: Path, job: Path, overrides: Sequence[str]) -> str:
     """
     shown, private = without_secrets(overrides)
     command = [sys.executable, "-m", "undula.driver", str(script), "--config", str(job), "--print", *shown]
-    env = {**os.environ, OVERRIDES: private.get(OVERRIDES, "[]")}
-    done = subprocess.run(command, env=env, capture_output=True, text=True)
+    with importable(project_modules(script, project)) as path:
+        env = {**os.environ, **path, OVERRIDES: private.get(OVERRIDES, "[]")}
+        done = subprocess.run(command, env=env, capture_output=True, text=True)
     if done.returncode == 0:
         return done.stdout
     last = (done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1]

@@ -1,24 +1,42 @@
 """Packages of a script's project that lie beside its folder, such as `mylib/` beside `jobs/train.py`, which a job needs as well."""
 
 import ast
+import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
+from tempfile import TemporaryDirectory
+from types import MappingProxyType
+
+from undula.errors import SpecError
 
 ROOT_MARKS = ("pyproject.toml", "setup.py", "setup.cfg", ".git")
 """Names of which one lies in the root of a project."""
 
 
-def project_modules(script: Path) -> list[Path]:
+def project_modules(script: Path, root: Path | None = None) -> list[Path]:
     """Return the packages and modules of a script's project that the script imports and that do not lie in its folder.
 
-    They are found in the root of the project, which is the nearest folder above the script that has one of `ROOT_MARKS`, and in its folder
-    `src`. Imports of what is installed elsewhere, and of what lies beside the script, are not among them.
+    They are found in the root of the project and in its folder `src`. Imports of what is installed elsewhere, and of what lies beside the
+    script, are not among them.
+
+    Args:
+        script: Absolute path of the script.
+        root: Root of the project; by default the nearest folder of or above the script that has one of `ROOT_MARKS`.
+
+    Raises:
+        SpecError: The root is no folder.
     """
     folder = script.parent
-    root = next((place for place in folder.parents if any((place / mark).exists() for mark in ROOT_MARKS)), None)
-    if root is None or any((folder / mark).exists() for mark in ROOT_MARKS):
+    if root is not None and not root.is_dir():
+        raise SpecError(
+            f"command line: --project {root} is no folder; give the one in which the packages of the script lie"
+        )
+    marked = (place for place in script.parents if any((place / mark).exists() for mark in ROOT_MARKS))
+    root = root.absolute() if root else next(marked, folder)
+    if root == folder:
         return []
     modules: dict[str, Path | None] = {}
     unread = [script]
@@ -28,6 +46,23 @@ def project_modules(script: Path) -> list[Path]:
             if found:
                 unread += found.rglob("*.py") if found.is_dir() else [found]
     return sorted(found for found in modules.values() if found and found.parent != folder)
+
+
+@contextmanager
+def importable(modules: Sequence[Path], env: Mapping[str, str] = MappingProxyType({})) -> Iterator[dict[str, str]]:
+    """Yield the environment variable with which Python finds packages and modules, but nothing that lies beside them.
+
+    Args:
+        modules: Their paths.
+        env: Variables of the process beside those of this one.
+    """
+    if not modules:
+        yield {}
+        return
+    with TemporaryDirectory(prefix="undula-modules-") as folder:
+        for module in modules:
+            Path(folder, module.name).symlink_to(module)
+        yield {"PYTHONPATH": os.pathsep.join([folder, *filter(None, [{**os.environ, **env}.get("PYTHONPATH")])])}
 
 
 def _in_project(name: str, root: Path) -> Path | None:

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from undula.errors import UsageError
+from undula.train.left_out import note_left_out
 from undula.train.script_call import begin_call as begin_call
 
 FOLDER = "UNDULA_FOLDER"
@@ -60,6 +61,9 @@ def run_script(script: Path, arguments: Sequence[str]) -> None:
     except SystemExit as end:
         if end.code or _has_begun:
             raise
+    except (FileNotFoundError, ModuleNotFoundError) as error:
+        note_left_out(error)
+        raise
     if not _has_begun:
         raise UsageError(
             f"{script.name} has ended and started no run; end it with undula.main(train), or with launch(main) of "

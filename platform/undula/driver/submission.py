@@ -8,12 +8,14 @@ The module imports Ray only to talk to a cluster's job API: the import takes a w
 import math
 import os
 import signal
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, TypeAlias
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from undula.cluster.local import cluster_at_hand, job_api_answers
 from undula.cluster.room import refuse_what_never_fits
@@ -21,12 +23,15 @@ from undula.config.environment import having, without_secrets
 from undula.config.job import LoadedSpec, absolute_paths, script_of
 from undula.config.yaml_file import files_for_job
 from undula.driver.local_job import run_on_own_cluster
+from undula.driver.project import importable, project_modules
 from undula.driver.script import run_submitted
 from undula.elastic.pure.spec import WorkersSpec
 from undula.errors import INTERRUPTED, ClusterError, SpecError
+from undula.masking.values import declared_in
 from undula.state.defaults import default_runs
 from undula.storage import open_store
 from undula.telemetry.live import LiveScreen
+from undula.train.left_out import left_out
 
 if TYPE_CHECKING:
     from ray.job_submission import JobDetails
@@ -45,6 +50,13 @@ MOST_REFUSALS = 30
 """Number of times in a row that a cluster may refuse a job that is kept alive."""
 
 
+EVERYWHERE = {"config", "env_vars", "excludes"}
+"""Keys of a runtime environment that need nothing of a cluster."""
+
+MOST_NAMES = 8
+"""Maximum number of files that are not sent and that a message names."""
+
+
 @dataclass(frozen=True)
 class Submission:
     """Script to submit, its arguments, and properties of the job that it trains."""
@@ -59,14 +71,26 @@ class Submission:
     """Directory of the run or study."""
     environment: Mapping[str, str] = field(default_factory=dict)
     """Environment variables of the job's processes, which no list, log or file shows."""
+    modules: tuple[Path, ...] = ()
+    """Packages and modules of the project that the script needs beside its folder."""
+    runtime_env: Mapping[str, Any] = field(default_factory=dict)
+    """Ray's runtime environment of the job, without what Undula sets itself."""
     packed: int = 1
     """Number of trainings that share the resources of one worker."""
     check_here: Callable[[], object] = lambda: None
     """Checks of the job's driver that this machine can make before it starts a cluster, with the environment of the job."""
 
-    def with_environment(self, variables: Mapping[str, str]) -> "Submission":
-        """Return the submission with further environment variables for the job's processes."""
-        return replace(self, environment={**self.environment, **variables})
+    def with_environment(
+        self, variables: Mapping[str, str], runtime_env: Mapping[str, Any] = MappingProxyType({})
+    ) -> "Submission":
+        """Return the submission with further environment variables for the job's processes, and with a runtime environment.
+
+        Those of the runtime environment that are no secrets stay there too, because Ray sets them before a process starts.
+        """
+        secret = declared_in(variables)
+        public = {name: variables[name] for name in runtime_env.get("env_vars", {}) if name not in secret}
+        environment = {**self.environment, **variables}
+        return replace(self, environment=environment, runtime_env={**runtime_env, "env_vars": public})
 
     def again(self) -> "Submission":
         """Return the submission that continues this one, which does not start over."""
@@ -94,7 +118,12 @@ class Submission:
 
 
 def submission_of_job(
-    file: Path, loaded: LoadedSpec, overrides: Sequence[str], script: Path | None, fresh: bool
+    file: Path,
+    loaded: LoadedSpec,
+    overrides: Sequence[str],
+    script: Path | None,
+    fresh: bool,
+    project: Path | None = None,
 ) -> Submission:
     """Return the submission of a job.
 
@@ -104,9 +133,10 @@ def submission_of_job(
         overrides: Overrides of the YAML, as the user gave them.
         script: Script of the job; by default the file beside the YAML with the same name.
         fresh: Whether the job starts over.
+        project: Root of the script's project; by default the nearest folder that looks like one.
 
     Raises:
-        SpecError: The script does not exist.
+        SpecError: The script or the root of its project does not exist.
     """
     script = script_of(file, script)
     options = ["--config", name_in_submission(script, file), *([FRESH] if fresh else [])]
@@ -115,6 +145,7 @@ def submission_of_job(
         script=script,
         arguments=(*options, *shown, *absolute_paths(loaded.spec)),
         environment={**private, **files_for_job(script, [file])},
+        modules=tuple(project_modules(script, project)),
         workers=loaded.spec.workers,
         origins=loaded.origins,
         kind="run",
@@ -154,6 +185,7 @@ def run_submission(submission: Submission, address: str | None, screen: LiveScre
             f"command line: --{mode} needs a cluster that stays when this command ends; start one with `ray start --head`, or give "
             "--address http://HOST:8265"
         )
+    _refuse_what_only_clusters_have(submission)
     fix = ", or submit it to a larger cluster with --address http://HOST:8265"
     refuse_what_never_fits(
         submission.workers,
@@ -172,16 +204,34 @@ def run_submission(submission: Submission, address: str | None, screen: LiveScre
 
 def run_in_this_process(submission: Submission) -> int:
     """Run a script in this process, as `python SCRIPT ARGUMENTS --in-process` does, and return its exit status."""
+    _refuse_what_only_clusters_have(submission)
     os.environ.update(submission.environment)
-    run_submitted(submission.script, [*submission.arguments, "--in-process"])
+    with importable(submission.modules) as path:
+        sys.path += [text.partition(os.pathsep)[0] for text in path.values()]
+        run_submitted(submission.script, [*submission.arguments, "--in-process"])
     return 0
+
+
+def _refuse_what_only_clusters_have(submission: Submission) -> None:
+    """Refuse a runtime environment that Ray makes on the nodes of a cluster, where the job trains with what this machine has."""
+    if keys := sorted(submission.runtime_env.keys() - EVERYWHERE):
+        raise SpecError(
+            f"command line: --runtime-env: {keys[0]} has an effect only on a cluster that has started before; remove it and install what "
+            "the job needs on this machine, or give --address http://HOST:8265"
+        )
 
 
 def _run_here(submission: Submission, screen: LiveScreen) -> int:
     """Run a script on a cluster of its own. Ctrl-C stops both."""
     try:
         code = run_on_own_cluster(
-            submission.script, submission.arguments, submission.environment, submission.num_cpus, screen.show
+            submission.script,
+            submission.arguments,
+            submission.environment,
+            submission.runtime_env.get("env_vars", {}),
+            submission.modules,
+            submission.num_cpus,
+            screen.show,
         )
     except (KeyboardInterrupt, SystemExit):
         screen.close()
@@ -207,6 +257,7 @@ def _run_on_cluster(submission: Submission, dashboard: str, option: str, screen:
     run = submission.name if submission.is_in_default_folder else submission.url
     hints = f"undula logs {run} --follow{option}\nundula stop {run}{option}"
     screen.show(f"submitting the job to the cluster at {dashboard} ...")
+    submission = _noting_what_is_left_out(submission, screen)
     refusals, job = 0, submit.new_job()
     while True:
         if mode == "keep-alive":
@@ -238,10 +289,32 @@ def _run_on_cluster(submission: Submission, dashboard: str, option: str, screen:
         submission, job = submission.again(), submit.new_job()
 
 
+def _noting_what_is_left_out(submission: Submission, screen: LiveScreen) -> Submission:
+    """Say which files beside the script are not sent although nobody has told Ray so, and have errors about them say it, too."""
+    from undula.elastic.ray.ignored_files import SENDS_ALL, ignored_by_git
+
+    folder, runtime_env = submission.script.parent, submission.runtime_env
+    names = ignored_by_git(folder, runtime_env.get("excludes", ()))
+    if names:
+        more = f" and {len(names) - MOST_NAMES} more" if len(names) > MOST_NAMES else ""
+        screen.show(
+            f"not sent to other machines, because .gitignore names it: {', '.join(names[:MOST_NAMES])}{more} "
+            f"({SENDS_ALL}=1 sends all but what .rayignore names)"
+        )
+    return replace(
+        submission,
+        runtime_env={**runtime_env, "env_vars": {**runtime_env.get("env_vars", {}), **left_out(folder, names)}},
+    )
+
+
 def _start(api: "JobApi", job: str, submission: Submission) -> None:
     from undula.driver import submit
 
-    submit.start(api, job, submission.url, submission.script, submission.arguments, submission.environment)
+    modules = [*map(str, submission.modules), *submission.runtime_env.get("py_modules", ())]
+    runtime_env = {**submission.runtime_env, "py_modules": modules}
+    public = runtime_env.get("env_vars", {})  # Ray adds to some, such as PYTHONPATH, which must not be set again
+    private = {name: value for name, value in submission.environment.items() if name not in public}
+    submit.start(api, job, submission.url, submission.script, submission.arguments, private, runtime_env)
 
 
 def _ended(submission: Submission, details: "JobDetails | None", screen: LiveScreen) -> int:

@@ -2,6 +2,7 @@
 
 import logging
 import shlex
+import shutil
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -9,6 +10,8 @@ from http import HTTPStatus
 from io import BytesIO
 from pathlib import Path
 from secrets import token_hex
+from tempfile import TemporaryDirectory
+from types import MappingProxyType
 from typing import Any
 from zipfile import ZipFile
 
@@ -18,7 +21,6 @@ from requests import Response
 
 import undula
 from undula.driver.follow import LOST, is_unknown
-from undula.driver.project import project_modules
 from undula.driver.script import FOLDER
 from undula.elastic.ray import private_environment
 from undula.errors import ClusterError, ConnectionLostError, RunError, SpecError, one_line
@@ -56,6 +58,21 @@ class JobApi(JobSubmissionClient):
         # While a request is sent, the limit for connecting applies to all of its content.
         connect_s = UPLOAD_TIMEOUT_S if method == "PUT" else CONNECT_TIMEOUT_S
         return super()._do_request(method, endpoint, timeout=(connect_s, ANSWER_TIMEOUT_S), **options)
+
+    def _upload_py_modules_if_needed(self, runtime_env: dict[str, Any]) -> None:
+        """Upload packages as a whole, and modules that are files.
+
+        Ray alone would leave out folders of packages that `excludes` names, such as `data`, and does not upload single files.
+        """
+        runtime_env.pop("excludes", None)  # the working directory has been uploaded before
+        modules = runtime_env["py_modules"]
+        if files := [module for module in modules if module.endswith(".py") and "://" not in module]:
+            with TemporaryDirectory() as folder:
+                for file in files:
+                    shutil.copy(file, folder)
+                package = self._upload_package_if_needed(folder, include_gitignore=False)
+            runtime_env["py_modules"] = [*(module for module in modules if module not in files), package]
+        super()._upload_py_modules_if_needed(runtime_env)
 
     def store(self, variables: Mapping[str, str]) -> dict[str, str]:
         """Store variables on the cluster, and return the environment variables with which the job's processes take them."""
@@ -111,6 +128,7 @@ def start(
     script: Path,
     arguments: Sequence[str],
     environment: Mapping[str, str],
+    runtime_env: Mapping[str, Any] = MappingProxyType({}),
 ) -> None:
     """Run a script on the cluster as the driver of a job. The script's folder and this package are uploaded for it.
 
@@ -122,7 +140,8 @@ def start(
         run: Directory of the run or study.
         script: Path of the script; it can import files beside it.
         arguments: Arguments of the script.
-        environment: Environment variables of the job's processes.
+        environment: Environment variables of the job's processes, which only they can read.
+        runtime_env: Ray's runtime environment for the job, to which this function adds.
 
     Raises:
         SpecError: The script's folder is too large to be uploaded.
@@ -130,7 +149,6 @@ def start(
         ConnectionLostError: The cluster has not answered. It may have started the job.
     """
     script = script.absolute()
-    modules = [Path(undula.__file__).parent, *project_modules(script)]
     try:
         if not is_unknown(api, job):
             return
@@ -140,9 +158,11 @@ def start(
             entrypoint=shlex.join(["python", "-u", "-m", "undula.driver", script.name, *arguments]),
             metadata={RUN: directory(run)},
             runtime_env={
+                **runtime_env,
                 "working_dir": str(script.parent),
-                "py_modules": [str(module) for module in modules],
+                "py_modules": [str(Path(undula.__file__).parent), *runtime_env.get("py_modules", ())],
                 "env_vars": {
+                    **runtime_env.get("env_vars", {}),
                     "PYTHONHASHSEED": "0",
                     FOLDER: str(script.parent),
                     **(api.store(environment) if environment else {}),

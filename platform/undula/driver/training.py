@@ -34,6 +34,8 @@ class Place:
     """Function that shows messages to the user."""
     fit: Callable[[TrainFunction, LaunchSpec], str | None]
     """Function that trains, and returns the story of the failure if training failed."""
+    keep: Callable[[str], None] = lambda _text: None
+    """Function that keeps a text in the run directory, below what the workers have printed."""
 
 
 def train_job(
@@ -71,7 +73,12 @@ def train_job(
             with Tracking(trackers, store, EventRecorder(store, place.publish)) as tracking:
                 failure = place.fit(train, spec)
         _print_unsent(tracking.unsent)
-        _print_result(prepared, failure)
+        result = _result(prepared, failure)
+        print(result, flush=True)
+        if failure:
+            failure = f"training failed:\n{failure}"
+            print(failure, file=sys.stderr, flush=True)
+        place.keep(f"{result}\n{failure or ''}")
         if failure:
             raise SystemExit(FAILED)
 
@@ -81,8 +88,8 @@ def end_on_sigterm() -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(INTERRUPTED))
 
 
-def _print_result(prepared: Prepared, failure: str | None) -> None:
-    """Print how training ended, the last validation loss, the run directory, and why training failed if it did."""
+def _result(prepared: Prepared, failure: str | None) -> str:
+    """Return how training ended, the last validation loss, and the run directory."""
     store = prepared.store
     ledger = read_ledger(store)
     done, total = steps_done(ledger.steps), prepared.plan.total_steps
@@ -94,9 +101,7 @@ def _print_result(prepared: Prepared, failure: str | None) -> None:
     loss = f"validation loss {validation.loss:.4f} at step {validation.step}" if validation else "no validation"
     files = store / FILES
     written = f"files that the script wrote: {files.url}\n" if files.list() else ""
-    print(f"{result}: {loss}\n{written}run directory: {store.url}\nundula show {store.url}", flush=True)
-    if failure:
-        print(f"training failed:\n{failure}", file=sys.stderr, flush=True)
+    return f"{result}: {loss}\n{written}run directory: {store.url}\nundula show {store.url}"
 
 
 def _print_unsent(sentences: Sequence[str]) -> None:

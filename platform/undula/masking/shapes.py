@@ -73,6 +73,9 @@ SHAPES = [
         r"\b(sk-(?=[\w-]*\d)[\w-]{16,}|[sr]k_live_\w{16,})",
         r"\b(eyJ[\w-]{8,}\.[\w-]{8,}\.[\w-]*)|(?<!\d)(\d{8,10}:[\w-]{35})(?![\w-])",  # tokens of JWT and Telegram
         r"(-----BEGIN [A-Z ]*PRIVATE KEY-----(?s:.*?)(?:-----END [A-Z ]*-----|\Z))",
+        # A line of such a key, which is printed line by line. A path has more slashes.
+        r"(?<![\w+/=.-])(?!(?:[A-Za-z\d+]*/){6})(?=(?:[a-z\d+/]*[A-Z]){8})(?=(?:[A-Z\d+/]*[a-z]){8})(?=(?:[A-Za-z+/]*\d){3})"
+        r"([A-Za-z\d+/]{64}|[A-Za-z\d+/]{70})(?![\w+/=.-])",
         r"\bhooks\.slack\.com/(\w+/\S+)|\bdiscord(?:app)?\.com/api/webhooks/(\S+)|\bwebhook\.office\.com/(\S+)",
         r"\b(?:Bearer|Basic) +((?=\S*[\d=])[\w+/.~=-]{8,})",
         r"[?&](?:X-Amz-(?:Signature|Credential|Security-Token)|sig|Signature)=([^\s&\"'<>]+)",
@@ -82,11 +85,12 @@ SHAPES = [
 ]
 """Shapes of secrets in a text. A group of each is the secret. What may repeat is bounded, so that long texts take linear time."""
 _ASSIGNMENT = re.compile(
-    r"(?<![\w$/.-])(?:-{0,2}([A-Za-z][\w.-]{0,120})\\?[\"']?(=|:[ ])|--(?!secrets? )([A-Za-z][\w-]*)(?: )+(?!-))"
+    r"(?<![\w$/.-])(?:-{0,2}([A-Za-z][\w.-]{0,120})\\?[\"']?(=|[ ]{1,8}=[ ]{1,8}|:[ ])"
+    r"|(?:--(?!secrets? )|(?=[A-Z][A-Z\d]{0,40}_[A-Z\d_]{1,60} ))([A-Za-z][\w-]*)(?: )+(?!-))"
     r"(?=(\\?[\"'])?((?![$(<{\"'\\]|~/)[^\s\"'`,;&)}\]\\]{4,}))"
 )
-"""A name and its value in a text, such as a command. A value that the shell looks up is no value. The value of one name may be the next
-name, as in `ValueError: password=...`."""
+"""A name and its value in a text, such as a command; a variable such as HF_TOKEN needs no sign. A value that the shell looks up is none.
+The value of one name may be the next name, as in `ValueError: password=...`."""
 _CODE = re.compile(r"[a-zA-Z_]\w*(?:\.[a-zA-Z_]\w*)+(?:[\[(].*)?|\w*[\[(].*")
 """A value that stands in code, as in the lines of a traceback."""
 _BOUNDARY = re.compile(r"(?<=[a-z\d])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])|[^\w.]+")
@@ -127,6 +131,8 @@ def secrets_in(text: str, key: str = "") -> Iterator[tuple[int, int]]:
             yield match.span(match.lastindex or 0)
     for match in _ASSIGNMENT.finditer(text):
         option, sign, flag, quote, value = match.groups()
-        is_prose = sign == ": " and not quote and not re.search(r"\d", value)
+        # Where words may stand around a name, a value is quoted or has a digit. `token = batch_2` stands in code.
+        may_be_prose = not quote and (sign != "=" if option else flag.isupper())
+        is_prose = may_be_prose and (not re.search(r"\d", value) or ((sign or "").startswith(" ") and "_" in value))
         if not is_prose and not _CODE.fullmatch(value) and is_secret(f"{key}.{option or flag}", value):
             yield match.span(5)

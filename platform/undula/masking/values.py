@@ -7,6 +7,7 @@ import json
 import os
 import re
 from collections.abc import Mapping
+from itertools import chain
 from urllib.parse import quote, quote_plus
 
 from undula.masking.shapes import MASK, secrets_in
@@ -18,6 +19,8 @@ MIN_CHARS = 6
 MIN_DIFFERENT_CHARS = 3
 """Minimum number of different characters of such a value. A line of dashes has one."""
 _TEXTS = (str, list, dict)
+_COLOUR = re.compile(r"\x1b\[[\d;:]*m")
+"""Sequence with which a terminal changes the colour of a text."""
 _variables: dict[str, str] = {}
 _values: frozenset[str] = frozenset()
 _pattern: re.Pattern[str] | None = None
@@ -63,13 +66,18 @@ def forms_of(value: str) -> set[str]:
 
 
 def mask(text: str) -> str:
-    """Return a text with *** in place of declared secrets, and of what has the shape of a secret."""
-    text = _pattern.sub(MASK, text) if _pattern else text
+    """Return a text with *** in place of declared secrets, and of what has the shape of a secret, also if its colour changes within it."""
+    colours = [match.span() for match in _COLOUR.finditer(text)] if "\x1b" in text else []
+    places = [*chain(*map(range, [0, *(end for _, end in colours)], [*(begin for begin, _ in colours), len(text)]))]
+    plain = "".join(text[place] for place in places) if colours else text
+    found = [match.span() for match in _pattern.finditer(plain)] if _pattern else []
     shown, end = "", 0
-    for begin, until in sorted(secrets_in(text)):
-        if begin >= end:
-            shown += text[end:begin] + MASK
-        end = max(end, until)
+    for begin, until in sorted([*found, *secrets_in(plain)]):
+        first, last = places[begin], places[until - 1]
+        if first >= end:
+            shown += text[end:first] + MASK
+        shown += "".join(_COLOUR.findall(text[max(end, first) : last + 1]))
+        end = max(end, last + 1)
     return shown + text[end:]
 
 

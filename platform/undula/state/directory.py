@@ -25,6 +25,8 @@ STUDY_FILE = "study.json"
 """File in the directory that holds the runs of a study."""
 FILES = "files"
 """Folder of a run directory with the files that the script has written to its working directory, if no other process sees them there."""
+OUTPUT = "output"
+"""Folder of a run directory with what the run has printed."""
 RAY = "ray"
 """Folder of Ray Train's own files."""
 REPORT = "report.html"
@@ -124,5 +126,5 @@ def delete_run(store: Store) -> None:
         # A damaged record of the former attempts must not matter.
         number = claim_number(store, recorded)
         begin(store, number, Lineage(unrecorded=0), step=0, checkpoints=())
-    for name in (JOB_FILE, LEDGER, CHECKPOINTS, FILES, TENSORBOARD, TRACKERS, RAY, REPORT, HEARTBEAT_FILE):
+    for name in (JOB_FILE, LEDGER, CHECKPOINTS, FILES, OUTPUT, TENSORBOARD, TRACKERS, RAY, REPORT, HEARTBEAT_FILE):
         store.delete(name)

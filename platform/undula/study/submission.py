@@ -6,12 +6,18 @@ from pathlib import Path
 from undula.config.environment import without_secrets
 from undula.config.job import absolute_paths, script_of
 from undula.config.yaml_file import files_for_job
+from undula.driver.project import project_modules
 from undula.driver.submission import FRESH, Submission, name_in_submission
 from undula.study.load import LoadedStudy
 
 
 def submission_of_study(
-    file: Path, loaded: LoadedStudy, overrides: Sequence[str], script: Path | None, fresh: bool
+    file: Path,
+    loaded: LoadedStudy,
+    overrides: Sequence[str],
+    script: Path | None,
+    fresh: bool,
+    project: Path | None = None,
 ) -> Submission:
     """Return the submission of a study. The arguments are those of `undula.driver.submission.submission_of_job`.
 
@@ -27,6 +33,7 @@ def submission_of_study(
         script=script,
         arguments=(*options, *shown, *paths),
         environment={**private, **files_for_job(script, [file, loaded.file])},
+        modules=tuple(project_modules(script, project)),
         workers=job.workers,
         origins=loaded.job.origins,
         kind="study",

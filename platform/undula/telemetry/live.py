@@ -4,7 +4,7 @@ import re
 import shutil
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any, TextIO
 
@@ -90,16 +90,20 @@ def message_lines(messages: list[Message]) -> list[str]:
 
 
 @contextmanager
-def live_view(hub: Any, out: TextIO = sys.stdout) -> Iterator[None]:
-    """Print the messages of a hub until the block ends."""
+def live_view(
+    hub: Any, out: TextIO = sys.stdout, keep: Callable[[list[str]], None] = lambda _lines: None
+) -> Iterator[None]:
+    """Print the messages of a hub until the block ends, and pass their lines to `keep`, also if there are none for a while."""
     # This import is not at the top, because the client that follows a job imports this module before it sets Ray's token.
     from undula.telemetry.hub import HubFollower
 
     screen = LiveScreen(out)
 
     def show(messages: list[Message]) -> None:
-        for line in message_lines(messages):
+        lines = message_lines(messages)
+        for line in lines:
             screen.show(line)
+        keep(lines)
 
     try:
         with HubFollower(hub, show, INTERVAL_S):

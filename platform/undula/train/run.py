@@ -32,6 +32,13 @@ from undula.train.session import Check, Kept, Session
 from undula.train.step import Step
 from undula.train.validation import ValidationFunction
 
+FUNCTIONS = {
+    "validate": "a function that returns the mean loss of a batch; give the data themselves to run.dataset(..., validation=...), or set "
+    "data.validation",
+    "after_step": "a function of the script",
+}
+"""Values that `Run.steps` needs, by the name of the argument."""
+
 
 class Run:
     """A run on one rank, as the script uses it.
@@ -264,6 +271,11 @@ class Run:
         yield from self._loop.steps()
 
     def _made_loop(self, validate: ValidationFunction | None, after_step: AfterStep | None) -> TrainingLoop:
+        given: dict[str, object] = {"validate": validate, "after_step": after_step}
+        for name, function in given.items():
+            if function is not None and not callable(function):
+                kind = type(function).__name__
+                raise UsageError(f"run.steps({name}=...) got an object of type {kind}, and needs {FUNCTIONS[name]}")
         return self._session.loop(self._parts.complete(validate is not None), validate, after_step)
 
     def copies(self) -> dict[str, RankState]:

@@ -21,6 +21,7 @@ from undula.config.job import absolute_paths, as_tree, load_spec
 from undula.data.planned import PlannedSamples
 from undula.data.prepare.write import write_shards
 from undula.driver import submit
+from undula.driver.kept_output import KeptOutput
 from undula.plan.keys import multiset_digest
 from undula.plan.plan import Plan, PlanSpec
 from undula.state.ledger import LedgerWriter
@@ -134,7 +135,7 @@ def test_ctrl_c_ends_a_command_with_status_130(undula: Command, monkeypatch: pyt
     ],
 )
 def test_overrides_and_options_can_be_mixed(undula: Command, line: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    def printed(script: Path, job: Path, overrides: tuple[str, ...]) -> str:
+    def printed(script: Path, job: Path, overrides: tuple[str, ...], project: None) -> str:
         return load_spec(job, overrides).to_yaml()  # the script itself would take seconds to import torch and Ray
 
     monkeypatch.setattr("undula.driver.print_job.printed_by_script", printed)
@@ -286,6 +287,19 @@ def test_run_ends_with_the_path_of_its_run_if_its_driver_is_killed(
         f"run directory: {runs}/job",
         "submit it again under the name job to continue",
     ]
+
+
+def test_logs_without_a_cluster_are_those_that_the_run_has_kept(
+    undula: Command, runs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("undula.cluster.local.cluster_at_hand", lambda: None)
+    assert undula("logs", "spot-run", "--runs", runs).status == 3
+    KeptOutput(Store(str(runs / "spot-run"))).finish("rank 0: hello\nfinished: no validation")
+    shown = undula("logs", "spot-run", "--runs", runs)
+    assert (shown.status, shown.out) == (0, "rank 0: hello\nfinished: no validation\n")
+    assert shown.err.startswith("from the run directory, because no cluster has the log: no Ray cluster runs on this")
+    assert undula("logs", "spot-run", "--runs", runs, "--follow").status == 3
+    assert undula("logs", "none", "--runs", runs).status == 3
 
 
 def write_planned_run(folder: Path, data: Path) -> None:

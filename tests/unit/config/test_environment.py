@@ -27,6 +27,12 @@ def test_variables_come_from_the_command_line_the_environment_and_files(
     [
         (["HF_TOKEN"], [], "", "command line: --env HF_TOKEN: write NAME=VALUE, or --secret HF_TOKEN"),
         (["A-B=hunter2"], [], "", "command line: --env A-B: write NAME=VALUE"),
+        (
+            ["PYTHONPATH=/x"],
+            [],
+            "",
+            "--env PYTHONPATH: Python reads it before a process takes the variables of its job; set it in",
+        ),
         ([], ["MISSING_X"], "", "--secret MISSING_X: the environment has no such variable"),
         ([], [], "A=1\nhunter2 hunter2\n", "secrets.env:2: the line is not NAME=VALUE"),
     ],

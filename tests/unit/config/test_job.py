@@ -217,6 +217,8 @@ def test_printed_spec_loads_as_the_same_spec(load: Load, file: Path) -> None:
          "command line: unknown key plan.batch_size: set plan.global_batch, the samples of a step on all workers, and "
          "plan.micro_batch, those that a worker computes at once"),
         ("batch_size: 8\n", (), "job.yaml:4: unknown key batch_size: set plan.global_batch, "),
+        ("", ("script=job.py",), "command line: unknown key script: give it to the command as the option --script FILE"),
+        ("fresh: true\n", (), "job.yaml:4: unknown key fresh: give it to the command as the option --fresh"),
         ("", ("plan.seed",), "command line: 'plan.seed' is not an override; write key.sub=value"),
         ("", ("=1",), "command line: '=1' is not an override; write key.sub=value"),
         ("", ("plan..seed=1",), "command line: 'plan..seed=1' is not an override; write key.sub=value"),

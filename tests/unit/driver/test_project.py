@@ -1,10 +1,13 @@
 """Tests of the search for the packages of a project that a script imports from above its folder."""
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from undula.driver.project import project_modules
+from undula.errors import SpecError
 
 
 @pytest.fixture
@@ -45,3 +48,40 @@ def test_a_script_in_the_root_or_without_a_project_needs_nothing(project: Path) 
     assert project_modules(project / "main.py") == []
     (project / "pyproject.toml").unlink()
     assert project_modules(project / "jobs" / "train.py") == []
+
+
+def test_the_root_can_be_any_folder(project: Path, tmp_path: Path) -> None:
+    (tmp_path / "elsewhere" / "missing").mkdir(parents=True)
+    (tmp_path / "elsewhere" / "missing" / "__init__.py").write_text("")
+    assert project_modules(project / "jobs" / "train.py", tmp_path / "elsewhere") == [
+        tmp_path / "elsewhere" / "missing"
+    ]
+    with pytest.raises(SpecError, match=r"^command line: --project .*none is no folder; give the one in which"):
+        project_modules(project / "jobs" / "train.py", tmp_path / "none")
+
+
+@pytest.mark.parametrize("option", ["--print", "--in-process"])
+def test_a_script_finds_the_packages_of_its_project_also_without_a_cluster(option: str, tmp_path: Path) -> None:
+    (tmp_path / "jobs").mkdir()
+    (tmp_path / "lib" / "ours").mkdir(parents=True)
+    (tmp_path / "lib" / "ours" / "__init__.py").write_text("COUNT = 5\n")
+    (tmp_path / "jobs" / "job.yaml").write_text(
+        f"name: job\nruns: {tmp_path}/runs\nplan: {{global_batch: 4, virtual_workers: 1, max_steps: 1}}\n"
+    )
+    (tmp_path / "jobs" / "job.py").write_text(
+        "import ours, torch, undula\n"
+        "def train(run):\n"
+        "    run.dataset(torch.utils.data.TensorDataset(torch.ones(8, 1)))\n"
+        "    model = run.model(torch.nn.Linear(1, 1))\n"
+        "    run.optimizer(torch.optim.SGD(model.parameters(), lr=run.base_lr))\n"
+        "    for step in run.steps():\n"
+        "        for (x,) in step.batches():\n"
+        "            step.backward(model(x).square().mean())\n"
+        "        step.update()\n"
+        "print('COUNT', ours.COUNT)\n"
+        "undula.main(train)\n"
+    )
+    undula = str(Path(sys.executable).parent / "undula")
+    command = [undula, "run", str(tmp_path / "jobs" / "job.yaml"), "--project", str(tmp_path / "lib"), option]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert (done.returncode, "COUNT 5\n" in done.stdout) == (0, True), done.stdout + done.stderr

@@ -39,7 +39,7 @@ def test_a_lost_job_is_submitted_again_and_does_not_start_over(
     followed, submitted, ids = iter([None, None, ended]), [], set()
     answers = iter([None, ClusterError("the answer was lost"), None, None])
 
-    def start(api: object, job: str, run: str, script: Path, arguments: Any, environment: object) -> None:
+    def start(api: object, job: str, run: str, script: Path, arguments: Any, *_: object) -> None:
         submitted.append("--fresh" in arguments)
         ids.add(job)
         if error := next(answers):
@@ -59,7 +59,7 @@ def test_a_lost_job_is_submitted_again_and_does_not_start_over(
 def test_a_tracker_without_credentials_is_refused_before_a_cluster_starts(
     submission: Submission, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def run_on_own_cluster(script: Path, arguments: Any, variables: object, num_cpus: int, show: object) -> int:
+    def run_on_own_cluster(*_: object) -> int:
         started.append("WANDB_API_KEY" in os.environ)
         return 0
 

@@ -1,15 +1,17 @@
 """Tests of the order in which runs that wait for workers give them back to each other."""
 
+import threading
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from waiting import wait_until
 
 from undula.elastic.pure.sharing import PATIENCE_S, WaitingRun, patience_s, rivals
 from undula.elastic.ray import waiting_runs
-from undula.elastic.ray.waiting_runs import STARTING_S, WorkerSharing
+from undula.elastic.ray.waiting_runs import FRESH_S, STARTING_S, WaitingRuns, WorkerSharing
 from undula.state.events import Event, GiveWayEvent
 
 RUNS = st.lists(
@@ -102,3 +104,64 @@ def test_a_run_gives_its_workers_back_for_a_while_and_then_starts_them_again(mon
     assert after(PATIENCE_S + 1, ready=1)
     runs.others = []
     assert not after(1, ready=0), "no other run waits any more"
+
+
+class Storage:
+    """Key-value store of a head, which answers while it is open."""
+
+    def __init__(self) -> None:
+        self.entries: dict[bytes, bytes] = {}
+        self.is_open, self.is_asked = threading.Event(), threading.Event()
+        self.is_open.set()
+
+    def _internal_kv_put(self, key: bytes, value: bytes, **_: object) -> None:
+        self.entries[key] = value
+
+    def _internal_kv_get(self, key: bytes, **_: object) -> bytes | None:
+        return self.entries.get(key)
+
+    def _internal_kv_list(self, prefix: bytes, **_: object) -> list[bytes]:
+        self.is_asked.set()
+        self.is_open.wait()
+        return list(self.entries)
+
+    def _internal_kv_del(self, key: bytes, **_: object) -> None:
+        self.entries.pop(key, None)
+
+
+@pytest.fixture
+def storage(monkeypatch: pytest.MonkeyPatch) -> Storage:
+    storage = Storage()
+    monkeypatch.setattr(waiting_runs, "_storage", lambda: storage)
+    return storage
+
+
+def test_a_run_that_waits_no_more_leaves_no_entry_even_while_the_head_is_slow(storage: Storage) -> None:
+    storage.is_open.clear()
+    runs = WaitingRuns()
+    runs.tell(waiting("a"))
+    storage.is_asked.wait()
+    runs.withdraw()
+    assert storage.entries, "the head has not answered yet"
+    storage.is_open.set()
+    wait_until(lambda: not storage.entries, 10)
+    runs.tell(waiting("a"))
+    wait_until(lambda: bool(storage.entries), 10)
+
+
+def test_entries_of_controllers_that_have_ended_are_deleted(storage: Storage, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, runs, own = Clock(), WaitingRuns(), waiting("a")
+    monkeypatch.setattr(waiting_runs, "time", clock)
+    storage.entries[b"dead"] = b"an entry of another version"
+
+    def exchanged() -> set[bytes]:
+        storage.is_asked.clear()
+        clock.now += FRESH_S / 2
+        wait_until(lambda: runs.tell(own) or storage.is_asked.is_set(), 10)
+        storage.entries[b"alive"] = str(clock.now).encode()
+        return {*storage.entries}
+
+    assert exchanged() == exchanged() == {b"a", b"alive", b"dead"}
+    exchanged()
+    wait_until(lambda: b"dead" not in storage.entries, 10)
+    assert exchanged() == exchanged() == {b"a", b"alive"}

@@ -41,6 +41,9 @@ TEXTS = {
     json.dumps({"hf_token": SECRET, "n": 1}), json.dumps(json.dumps({"hf_token": SECRET})), f"eyJhbGciOiJI.{RANDOM}.{RANDOM}",
     f"aws_secret_access_key = {RANDOM}", f"-----BEGIN RSA PRIVATE KEY-----\n{RANDOM}\n-----END RSA PRIVATE KEY-----",
     f"Server=db;Password={SECRET};Timeout=3", f"OSError: https://me:{SECRET}@host, password={SECRET}",
+    f'api_key = "{SECRET}"', f"api_key  =  '{SECRET}'", f"password = {SECRET}", f'db.password="{SECRET}"', f"WANDB_API_KEY {HEX}",
+    f"export MY_HF_TOKEN {SECRET}", f"\x1b[1mapi_key\x1b[0m=\x1b[33m{SECRET[:4]}\x1b[0m{SECRET[4:]}", f"sk-\x1b[31mlive{RANDOM}\x1b[0m",
+    f"INFO:root:{RANDOM}{RANDOM}{RANDOM}Ab1/", f"{RANDOM}+{RANDOM}{RANDOM}{RANDOM[:9]}",
     f"471147471:{RANDOM}{RANDOM[:15]}", f"https://hooks.slack.com/services/T0/{RANDOM}",
 }  # fmt: skip
 HARMLESS_TEXTS = {
@@ -55,7 +58,10 @@ HARMLESS_TEXTS = {
     "HF_TOKEN=$(cat t)", "12:34:56  worker 10.0.0.1:6379 joined", "plan.global_batch=128 tokens_per_batch=4096",
     "npm_config_registry_of_the_whole_team", '{"tokens": 12000000000, "keys": ["a1b2c3d4"]}', "http://[::1]:8265/a@b",
     "metrics(num_tokens=current_session_num_tokens)", "postgres://me:${env:DB_PASSWORD}@host/db", "PASSWORD=${PASSWORD}",
-    'HF_TOKEN="$(cat ~/hf)" PASSWORD=${PASSWORD} run', "RuntimeError: file=abcdefgh",
+    "num_tokens = 123456789 max_tokens = 4096", "token = next(tokens) if token == 12345678 else tokens2(rows)", "NUM_TOKENS 1234567890",
+    "assert token == 'abcd1234'", "WANDB_API_KEY environment variable", "api_key = os.environ['KEY']", "token = prev_token2",
+    "password = required", "MASTER_PORT 29500 RUN_ID a1b2c3d4e5f60718", f"sha256 {HEX}{HEX}", "\x1b[32mloss\x1b[0m 2.4",
+    f"path /{'Data/Set7/' * 6}abc", 'HF_TOKEN="$(cat ~/hf)" PASSWORD=${PASSWORD} run', "RuntimeError: file=abcdefgh",
 }  # fmt: skip
 
 
@@ -73,6 +79,7 @@ def test_a_harmless_setting_is_no_secret(name: str) -> None:
 def test_a_shape_is_masked(text: str) -> None:
     shown = mask(f"before {text} after")
     assert not [part for part in (SECRET, RANDOM) if part in shown], shown
+    assert HEX not in shown, shown
     assert shown.startswith("before ")
     assert mask(shown) == shown
 
@@ -91,6 +98,9 @@ def test_a_long_text_takes_linear_time(piece: str) -> None:
 
 
 def test_the_rest_of_a_text_stays_readable() -> None:
+    assert mask(f"\x1b[1mapi_key\x1b[0m=\x1b[33m{SECRET[:4]}\x1b[0m{SECRET[4:]} \x1b[2mx") == (
+        "\x1b[1mapi_key\x1b[0m=\x1b[33m***\x1b[0m \x1b[2mx"
+    )
     assert mask(f"cannot read https://me:{SECRET}@host/x (403)") == "cannot read https://me:***@host/x (403)"
     assert mask(f"curl -u me:{SECRET} https://host") == "curl -u me:*** https://host"
     assert json.loads(mask(json.dumps({"password": SECRET, "n": [1]}))) == {"password": "***", "n": [1]}

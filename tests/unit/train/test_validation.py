@@ -12,6 +12,7 @@ from feature_scripts import drawn, named_means, with_random_numbers
 from numbers_job import cpu_run, numbers_job, run_batches
 from pytorch_optimizer import ScheduleFreeSGD
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
 from undula.data.spec import ValidationSpec
 from undula.data.stored.rows import Batch
@@ -141,3 +142,26 @@ def test_the_map_of_a_validation_is_held_to_the_columns_of_the_validation_datas_
     )
     with pytest.raises(UsageError, match=r"'x' as float64\[\] for sample 40 of .*, but as float32\[\] for the first"):
         next(run.steps(validate=lambda batch: model(torch.as_tensor(batch["x"])[:, None]).mean()))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (
+            {"validate": DataLoader([1.0])},
+            "run.steps(validate=...) got an object of type DataLoader, and needs a function that returns the mean loss of a batch; give "
+            "the data themselves to run.dataset(..., validation=...), or set data.validation",
+        ),
+        ({"after_step": 100}, "run.steps(after_step=...) got an object of type int, and needs a function"),
+    ],
+)
+@pytest.mark.parametrize("has_data", [True, False])
+def test_what_cannot_be_called_is_refused_at_the_first_step(
+    arguments: Any, sentence: str, has_data: bool, tmp_path: Path
+) -> None:
+    run = cpu_run(validating(tmp_path) if has_data else numbers_job(tmp_path, micro_batch=2, global_batch=20))
+    model = run.model(nn.Linear(1, 1))
+    run.optimizer(torch.optim.SGD(model.parameters(), lr=run.base_lr))
+    with pytest.raises(UsageError) as error:
+        next(iter(run.steps(**arguments)))
+    assert str(error.value).startswith(sentence)

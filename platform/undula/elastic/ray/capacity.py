@@ -48,16 +48,19 @@ class BackgroundCall:
     def __reduce__(self) -> tuple[type["BackgroundCall"], tuple[()]]:
         return BackgroundCall, ()
 
-    def __call__(self, call: Callable[[], None]) -> bool:
-        """Start a call unless the previous one is still running. Return whether it was started."""
-        if self._thread and self._thread.is_alive():
+    def __call__(self, call: Callable[[], None], waits: bool = False) -> bool:
+        """Start a call unless the previous one is still running, or have it wait for that one. Return whether there is a call."""
+        before = self._thread
+        if before and before.is_alive() and not waits:
             return False
-        self._thread = threading.Thread(target=self._run, args=(call,), name="undula-background", daemon=True)
+        self._thread = threading.Thread(target=self._run, args=(call, before), name="undula-background", daemon=True)
         self._thread.start()
         return True
 
     @staticmethod
-    def _run(call: Callable[[], None]) -> None:
+    def _run(call: Callable[[], None], before: threading.Thread | None) -> None:
+        if before:
+            before.join()
         try:
             call()
         except Exception as error:  # a busy or lost head causes many kinds of errors, and the next call tries again

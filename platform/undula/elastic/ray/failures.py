@@ -25,6 +25,8 @@ STORAGE_FAILURES = 60
 LONGEST_PAUSE_S = 30.0
 """Maximum pause in seconds after a storage failure. The pause doubles with each failure until it reaches this value."""
 
+NOT_OF_USER = re.compile(r"site-packages|/undula/|/lib/python3\.\d+/|^<frozen ")
+"""Paths of files that are not the user's: installed packages, this one, and Python's own."""
 LOSSES = (
     (
         "NODE_OUT_OF_MEMORY|running low on memory",
@@ -185,5 +187,5 @@ def _one_line(failure: BaseException) -> str:
 def _place_of(failure: BaseException) -> str:
     """Return the line of the user's code in which a worker failed, such as `train.py:12`; empty if it is not known."""
     frames = re.findall(r'File "([^"]+)", line (\d+)', kept_traceback(failure) or "")
-    own = [place for place in frames if "site-packages" not in place[0] and "/undula/" not in place[0]]
+    own = [place for place in frames if not NOT_OF_USER.search(place[0])]
     return f"{own[-1][0].rpartition('/')[2]}:{own[-1][1]}" if own else ""

@@ -18,7 +18,7 @@ from undula.state.events import GiveWayEvent
 INTERVAL_S = 2.0
 """Seconds between two exchanges with the head."""
 FRESH_S = 15.0
-"""Seconds after which an entry that has not changed counts as one of a controller that has ended."""
+"""Seconds after which an entry that has not changed counts as one of a controller that has ended, and is deleted."""
 STARTING_S = 30.0
 """Seconds within which workers that start become ready, unless they wait for resources that other runs hold, too."""
 NAMESPACE = b"undula_waiting"
@@ -44,8 +44,9 @@ class WaitingRuns:
 
     def withdraw(self) -> None:
         """Tell the other runs that this one does not wait any more."""
-        if self._told_at > float("-inf") and self._background(self._delete):
-            self._told_at, self.others = float("-inf"), []
+        if self._told_at > float("-inf"):
+            self._told_at = float("-inf")
+            self._background(self._delete, waits=True)
 
     def _exchange(self, own: WaitingRun, now: float) -> None:
         key, storage = own.id.encode(), _storage()
@@ -55,14 +56,19 @@ class WaitingRuns:
         for other in set(storage._internal_kv_list(b"", namespace=NAMESPACE)) - {key}:
             content = storage._internal_kv_get(other, namespace=NAMESPACE) or b""
             before, since = self._seen.get(other, (None, now))
-            found[other] = content, since if content == before else now
+            if content != before:
+                found[other] = content, now
+            elif now - since < FRESH_S:
+                found[other] = content, since
+            else:  # a controller that is only slow tells it again
+                storage._internal_kv_del(other, namespace=NAMESPACE)
         self._seen = found
-        self.others = [run for content, since in found.values() if now - since < FRESH_S for run in _parsed(content)]
+        self.others = [run for content, _ in found.values() for run in _parsed(content)]
 
     def _delete(self) -> None:
         if self._told is not None:
             _storage()._internal_kv_del(self._told, namespace=NAMESPACE)
-            self._told = None
+            self._told, self.others = None, []
 
 
 @dataclass
