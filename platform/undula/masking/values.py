@@ -6,7 +6,7 @@ A process keeps the values of its secrets, so a script may delete the variables 
 import json
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from itertools import chain
 from urllib.parse import quote, quote_plus
 
@@ -67,9 +67,8 @@ def forms_of(value: str) -> set[str]:
 
 def mask(text: str) -> str:
     """Return a text with *** in place of declared secrets, and of what has the shape of a secret, also if its colour changes within it."""
-    colours = [match.span() for match in _COLOUR.finditer(text)] if "\x1b" in text else []
-    places = [*chain(*map(range, [0, *(end for _, end in colours)], [*(begin for begin, _ in colours), len(text)]))]
-    plain = "".join(text[place] for place in places) if colours else text
+    places = _without_colours(text)
+    plain = "".join(text[place] for place in places) if len(places) < len(text) else text
     found = [match.span() for match in _pattern.finditer(plain)] if _pattern else []
     shown, end = "", 0
     for begin, until in sorted([*found, *secrets_in(plain)]):
@@ -79,6 +78,15 @@ def mask(text: str) -> str:
         shown += "".join(_COLOUR.findall(text[max(end, first) : last + 1]))
         end = max(end, last + 1)
     return shown + text[end:]
+
+
+def _without_colours(text: str) -> Sequence[int]:
+    """Return the places of the characters of a text that are no part of a colour."""
+    colours = [match.span() for match in _COLOUR.finditer(text)] if "\x1b" in text else []
+    if not colours:
+        return range(len(text))
+    ends, begins = [0, *(end for _, end in colours)], [*(begin for begin, _ in colours), len(text)]
+    return [*chain(*map(range, ends, begins))]
 
 
 def masked(tree: object) -> object:

@@ -152,3 +152,22 @@ class GivenParts:
         if self._samples:
             self._samples.free()
         self._placed = self._rates = self._samples = None
+
+
+_FUNCTIONS = {
+    "validate": "a function that returns the mean loss of a batch; give the data themselves to run.dataset(..., validation=...), or set "
+    "data.validation",
+    "after_step": "a function of the script",
+}
+
+
+def require_functions(**given: object) -> None:
+    """Check that what a script gives to `run.steps` can be called.
+
+    Raises:
+        UsageError: Something cannot.
+    """
+    for name, function in given.items():
+        if function is not None and not callable(function):
+            kind = type(function).__name__
+            raise UsageError(f"run.steps({name}=...) got an object of type {kind}, and needs {_FUNCTIONS[name]}")

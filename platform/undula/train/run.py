@@ -26,18 +26,11 @@ from undula.state.events import LogEvent
 from undula.state.goals import LOSS
 from undula.state.pieces import RankState
 from undula.train.loop import TrainingLoop
-from undula.train.parts import GivenParts
+from undula.train.parts import GivenParts, require_functions
 from undula.train.script_state import AfterStep, Capture, Restore
 from undula.train.session import Check, Kept, Session
 from undula.train.step import Step
 from undula.train.validation import ValidationFunction
-
-FUNCTIONS = {
-    "validate": "a function that returns the mean loss of a batch; give the data themselves to run.dataset(..., validation=...), or set "
-    "data.validation",
-    "after_step": "a function of the script",
-}
-"""Values that `Run.steps` needs, by the name of the argument."""
 
 
 class Run:
@@ -271,11 +264,7 @@ class Run:
         yield from self._loop.steps()
 
     def _made_loop(self, validate: ValidationFunction | None, after_step: AfterStep | None) -> TrainingLoop:
-        given: dict[str, object] = {"validate": validate, "after_step": after_step}
-        for name, function in given.items():
-            if function is not None and not callable(function):
-                kind = type(function).__name__
-                raise UsageError(f"run.steps({name}=...) got an object of type {kind}, and needs {FUNCTIONS[name]}")
+        require_functions(validate=validate, after_step=after_step)
         return self._session.loop(self._parts.complete(validate is not None), validate, after_step)
 
     def copies(self) -> dict[str, RankState]:

@@ -173,8 +173,8 @@ class ElasticMixin(_Base):  # type: ignore[misc]
             return metrics_of_batch(value)
         if place().run is None or self._evaluated is None:
             raise UsageError(
-                "accelerator.gather() was called outside of a step and of an evaluation of the trainer's own batches; compute what you need "
-                "in compute_metrics, and leave get_eval_dataloader() as it is"
+                "accelerator.gather() was called outside of a step and of an evaluation of the trainer's own batches; compute what you "
+                "need in compute_metrics, and leave get_eval_dataloader() as it is"
             )
         host = tree_map_only(Tensor, lambda tensor: tensor.detach().cpu(), value)
         return joined(self._evaluated.gathered(host), self._evaluated.batch_size)
