@@ -190,7 +190,8 @@ class Processes:
         if self._begun(call).step is not None:
             raise UsageError(
                 f"{call} was used in an open step, in which ranks have different numbers of batches; use it after optimizer.step() if "
-                "accelerator.sync_gradients, or after the loop over the training DataLoader"
+                "accelerator.sync_gradients, or after the loop over the training DataLoader; for the mean of a loss over all samples, call "
+                "accelerator.log({'loss': loss}) before optimizer.step()"
             )
         assert self._run is not None
         return self._run
