@@ -168,6 +168,44 @@ def test_work_after_an_epoch_is_done_once(tmp_path: Path) -> None:
     assert read_ledger(store_of(job)).steps["step"].to_pylist() == list(range(6))
 
 
+class UsesItsLoop(Interrupted):
+    """Script whose work after an epoch uses what its loop over batches has left, and whose model keeps statistics of batches."""
+
+    def __call__(self) -> None:
+        accelerator = Accelerator()
+        torch.manual_seed(3)
+        model = nn.Sequential(nn.BatchNorm1d(2), nn.Dropout(0.5), nn.Linear(2, 1))
+        loader, model, optimizer = accelerator.prepare(self.loader(), model, self.optimizer(model))
+        self.before(accelerator)
+        for epoch in accelerator.epochs(2):
+            total = 0
+            for (x,) in loader:
+                loss = model(x).square().mean()
+                total += loss.detach()
+                accelerator.backward(loss)
+                accelerator.clip_grad_norm_(model.parameters(), 1.0)
+                self.in_step(accelerator, model)
+                optimizer.step()
+                accelerator.log({"loss": loss})
+            self.after_epoch(accelerator, model, None, epoch)
+            accelerator.log({"total": total.item() / len(loader), "loss": loss.item()})
+
+
+def test_work_after_an_epoch_has_the_variables_of_its_loop_when_it_is_repeated(tmp_path: Path) -> None:
+    def digests(name: str, fails_after: int | None) -> list[Any]:
+        (tmp_path / name).mkdir()
+        loop = UsesItsLoop(fails_after=fails_after)
+        job = job_of(loop, tmp_path / name)
+        train_group(loop, job, loop.worker)
+        loop.fails_after = None
+        train_group(loop, job, loop.worker)
+        assert loop.done == [(0, 3), (1, 6)]
+        steps = read_ledger(store_of(job)).steps
+        return [steps[column].to_pylist() for column in ("step", "loss", "weights_digest")]
+
+    assert digests("first", 0) == digests("last", 1) == digests("none", None)
+
+
 @pytest.mark.parametrize(("stops_after", "steps"), [(0, 3), (1, 6)])
 def test_a_script_that_leaves_the_loop_over_epochs_ends_the_run(tmp_path: Path, stops_after: int, steps: int) -> None:
     def triggers(accelerator: Any, model: nn.Module, evaluation: Any, epoch: int) -> bool:

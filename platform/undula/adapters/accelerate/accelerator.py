@@ -16,6 +16,7 @@ from undula.adapters.accelerate.breaks import warn_of_break
 from undula.adapters.accelerate.loaders import EvaluationLoader, PreparedLoader, TrainingLoader
 from undula.adapters.accelerate.prepared import PreparedOptimizer, PreparedScheduler
 from undula.adapters.accelerate.processes import Processes
+from undula.adapters.accelerate.repeated import last_batch, undone
 from undula.adapters.accelerate.steps import Steps
 from undula.adapters.refusals import ACCELERATOR, ACCELERATOR_ARGUMENTS, refuse_arguments
 from undula.adapters.script import Offer, place
@@ -226,7 +227,8 @@ class Accelerator(Processes):
         scheduler, at_end = self._scheduler, place().at_end
         run.optimizer(optimizer.optimizer, scheduler.of_run() if scheduler else None)
         run.state("accelerate", lambda: [registered.state_dict() for registered in self._registered], self._restore)
-        steps = Steps(run, model, self.gradient_accumulation_steps > 1, scheduler is not None)
+        once_more = partial(last_batch, run, training.loader), partial(undone, model, self._registered)
+        steps = Steps(run, model, self.gradient_accumulation_steps > 1, scheduler is not None, *once_more)
         self._steps = optimizer.steps = steps
         if scheduler:
             scheduler.steps = steps

@@ -1,6 +1,8 @@
 """Steps of a run as a loop written for Accelerate goes through them: batch by batch, where the optimizer's step ends the last one."""
 
-from collections.abc import Iterable, Iterator, Mapping
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -30,9 +32,19 @@ class Steps:
         model: Model of the script.
         needs_accumulate: Whether the script accumulates gradients, and must therefore use `accelerator.accumulate`.
         has_scheduler: Whether the script has a scheduler, which it must step with the optimizer.
+        batch_of: Function that returns a micro-batch of a step.
+        undone: Function that returns a context which undoes what a batch changes outside of a step.
     """
 
-    def __init__(self, run: Run, model: nn.Module, needs_accumulate: bool, has_scheduler: bool):
+    def __init__(
+        self,
+        run: Run,
+        model: nn.Module,
+        needs_accumulate: bool,
+        has_scheduler: bool,
+        batch_of: Callable[[int], Any],
+        undone: Callable[[], AbstractContextManager[None]],
+    ):
         self.done = run.restore()
         """Number of committed steps."""
         self.step: Step | None = None
@@ -57,6 +69,9 @@ class Steps:
         self._run = run
         self._needs_accumulate = needs_accumulate
         self._has_scheduler = has_scheduler
+        self._batch_of, self._undone = batch_of, undone
+        self._is_repeating = False
+        """Whether the current batch is the last one of an epoch once more, which has no effect."""
         self._plan = run.plan
         self._steps = run.steps()
         self._batches: Iterator[Any] = iter(())
@@ -77,6 +92,7 @@ class Steps:
         current = max(self.done - 1, 0) // per_epoch
         if self.done != self._end_of(current):
             return range(self.done // per_epoch, last)
+        self._is_repeating = is_unfinished
         return range(current + (not is_unfinished), last)
 
     def _end_of(self, epoch: int) -> int:
@@ -97,11 +113,15 @@ class Steps:
         self._log_late()
 
     def of_epoch(self, epoch: int) -> Iterator[Any]:
-        """Yield the micro-batches of this rank in the steps of an epoch that are left.
+        """Yield the micro-batches of this rank in the steps of an epoch that are left, or otherwise the last one once more.
 
         Raises:
             UsageError: The script does not end each step with its optimizer, or does not step its scheduler there.
         """
+        if self._is_repeating:
+            with self._undone():
+                yield self._batch_of(self.done - 1)
+            self._is_repeating = False
         while self.done < self._end_of(epoch):
             self.step = step = next(self._steps)
             self.has_advanced = False
@@ -161,6 +181,8 @@ class Steps:
         for name, value in values.items():
             if not isinstance(value, int | float) and not (isinstance(value, Tensor) and value.numel() == 1):
                 raise UsageError(f"accelerator.log() got {name!r} of type {type(value).__name__}; log numbers")
+        if self._is_repeating:
+            return
         if not self._is_after and self.step is not None:
             self.step.log(**values)
         elif not self._is_after:
@@ -182,6 +204,8 @@ class Steps:
         Raises:
             UsageError: It was computed before.
         """
+        if self._is_repeating:
+            return
         step = self.open("accelerator.backward()")
         if self._has_gradient:
             raise UsageError(
@@ -205,6 +229,8 @@ class Steps:
             raise UsageError(
                 "accelerator.clip_grad_norm_() clips the Euclidean norm of all parameters; pass these, without norm_type="
             )
+        if self._is_repeating:
+            return torch.tensor(math.nan, device=self._run.device)
         step = self.open("accelerator.clip_grad_norm_()")
         norm = torch.zeros((), device=self._run.device)
         if step.is_last:
@@ -215,6 +241,8 @@ class Steps:
 
     def update(self) -> None:
         """Commit the step after its last batch; do nothing before."""
+        if self._is_repeating:
+            return
         step = self.open("optimizer.step()")
         if self._needs_accumulate and not self.is_accumulating:
             raise UsageError(
