@@ -1,6 +1,7 @@
 """Parts of Hugging Face's libraries as the Trainer uses them: the state of the process, datasets, callbacks and results of batches."""
 
 import json
+import logging
 from collections.abc import Mapping, Sequence
 from functools import reduce
 from numbers import Real
@@ -21,6 +22,8 @@ from undula.train.run import Run
 
 LOGGED = ("loss", "train_loss", "grad_norm", "learning_rate", "epoch", "step", "num_input_tokens_seen", "total_flos")
 """Numbers that Hugging Face's Trainer logs itself."""
+# The process group is the run's, so that the advice to start the script with torch's launcher would mislead.
+logging.getLogger("transformers.training_args").addFilter(lambda record: "ParallelMode" not in record.getMessage())
 MEASURED = ("_runtime", "_per_second", "_model_preparation_time")
 """Ends of the names of metrics that are durations, which differ from rank to rank."""
 
