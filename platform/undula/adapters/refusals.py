@@ -148,6 +148,7 @@ LIGHTNING_METHODS: Mapping[str, str] = {
     "ckpt_path": "submit the job again under its name, and it continues by itself",
     **dict.fromkeys(("validate", "test", "predict"), _AFTERWARDS),
     "save_checkpoint": "set checkpoint.every_steps in the job's YAML",
+    "checkpoint_callback": 'set checkpoint.keep_best in the job\'s YAML, and read the best weights with undula.load_weights(..., "best")',
 }
 """Methods of Lightning's Trainer, and an argument of its `fit`."""
 _OF_LIBRARIES: Mapping[str, str] = {

@@ -60,6 +60,8 @@ class TrainingLoop:
         self._setup, self._parts = setup, parts
         self._arithmetic = arithmetic_of(layout.device, job.compiled) if job.deterministic else None
         self._results = ValidationResults()
+        self._first_means: Mapping[str, float] = {}
+        """Means of the validation before the first step, which is none of the run's results."""
         self.model = TrainedModel(job, setup.plan, layout, parts.engine, parts.model, parts.rates)
         self.attempt = Attempt(setup)
         self.saver = StateSaver(setup, self.attempt, LiveState(parts.model, parts.engine.optimizer, self._beside))
@@ -90,6 +92,11 @@ class TrainingLoop:
         if self.attempt.committed is None:
             raise UsageError("the loop over run.steps() has not begun; call this in the loop, after step.update()")
         return self.attempt.committed
+
+    @property
+    def means(self) -> Mapping[str, float]:
+        """Means of the newest validation by name; empty before the first one."""
+        return self._results.means or self._first_means
 
     def stop(self, reason: str) -> None:
         """End the run after the step that was committed last."""
@@ -259,6 +266,7 @@ class TrainingLoop:
         if problem := self._setup.job.problem_with_means(means):
             raise UsageError(problem)
         self._results.add(done, means)
+        self._first_means = means
         others = {name: mean for name, mean in means.items() if name != LOSS}
         self.attempt.report(ValidationEvent(means[LOSS], samples, others, step=done))
 

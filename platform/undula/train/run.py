@@ -65,6 +65,16 @@ class Run:
         """Plan of the run, which defines the samples of each step."""
         return self._session.plan
 
+    @property
+    def virtual_workers(self) -> int:
+        """Number of virtual workers of the plan, which is known before the data are."""
+        return self._session.job.plan.virtual_workers
+
+    @property
+    def means(self) -> Mapping[str, float]:
+        """Means of the newest validation by name; empty before the first one."""
+        return self._loop.means if self._loop else {}
+
     def keep(self, name: str, make: Callable[[], Kept], close: Callable[[Kept], None] | None = None) -> Kept:
         """Return an object that is made once in each worker process, although the train function runs again when the group changes.
 

@@ -19,9 +19,8 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from undula.adapters.accelerate import Accelerator, loaders
-from undula.adapters.accelerate.breaks import warn_of_break
 from undula.data.script.loader_processes import Loader
-from undula.errors import SpecError
+from undula.errors import SpecError, UsageError
 from undula.plan.plan import Plan
 from undula.recovery.worker_state import Request, WorkerState
 from undula.state.events import CheckpointEvent, EndEvent, LogEvent
@@ -392,38 +391,6 @@ def test_settings_follow_from_the_script_and_contradictions_are_refused(tmp_path
         job_of(loop, tmp_path, "plan.global_batch=64")
 
 
-BREAKS = """
-for epoch in accelerator.epochs(3):
-    for step, batch in enumerate(loader):
-        with accelerator.accumulate(model):
-            accelerator.backward(model(batch).mean())
-            optimizer.step()
-        if accelerator.sync_gradients:
-            done += 1
-        if done >= limit:
-            break
-    for batch in evaluation:
-        if enough(batch):
-            break
-    if is_good:
-        break
-"""
-
-
-@pytest.mark.parametrize(
-    ("script", "line"), [(BREAKS, 10), (BREAKS.replace("accelerator.backward", "losses.append"), None)]
-)
-def test_a_break_out_of_the_batches_is_told_before_the_run(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, script: str, line: int | None
-) -> None:
-    file = tmp_path / "script.py"
-    file.write_text(script)
-    warn_of_break(str(file))
-    warn_of_break("<stdin>")
-    found = [record.getMessage().partition(" a `break`")[0] for record in caplog.records]
-    assert found == ([f"script.py:{line}:"] if line else [])
-
-
 SCRIPT = """
 import torch
 from undula.adapters.accelerate import Accelerator
@@ -432,19 +399,34 @@ from accelerate_kit import Loop
 def main():
     accelerator, model = Accelerator(), torch.nn.Linear(2, 1)
     loader, model, optimizer = accelerator.prepare(Loop().loader(), model, Loop().optimizer(model))
-    for _ in accelerator.epochs(2):
-        for (x,) in loader:
-            accelerator.backward(model(x).mean())
+    for epoch in accelerator.epochs(2):
+        batches(accelerator, model, loader)
+        for x in ():
             break
+        if epoch:
+            break
+
+def batches(accelerator, model, loader):
+    for (x,) in loader:
+        with accelerator.accumulate(model):
+            accelerator.backward(model(x).mean())
+            if DONE:
+                break
+
+def other(accelerator, model, loader):
+    for (x,) in loader:
+        model(x).backward()
+        break
 """
 
 
-def test_a_break_is_not_told_if_the_yaml_has_the_number_of_steps(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+def test_a_break_out_of_the_batches_is_refused_before_a_worker_starts_unless_the_yaml_has_the_number_of_steps(
+    tmp_path: Path,
 ) -> None:
     (tmp_path / "script.py").write_text(SCRIPT)
     main = runpy.run_path(str(tmp_path / "script.py"))["main"]
-    job_of(main, tmp_path, "plan.max_steps=2")
-    assert not caplog.records
+    assert job_of(main, tmp_path, "plan.max_steps=2").plan.max_steps == 2
+    with pytest.raises(UsageError, match=r"^script.py:21: this `break` leaves the loop over batches"):
+        job_of(main, tmp_path)
+    (tmp_path / "script.py").write_text(SCRIPT.replace("accelerator.backward", "print"))
     job_of(main, tmp_path)
-    assert [record.getMessage()[:13] for record in caplog.records] == ["script.py:12:"]

@@ -126,7 +126,7 @@ def test_accumulation_by_hand_is_refused_where_a_worker_has_as_many_batches_in_a
 )
 def test_a_loop_that_is_not_complete_is_refused(tmp_path: Path, lacks: str, sentence: str) -> None:
     with pytest.raises(UsageError) as caught:
-        train(Unfinished(lacks), tmp_path)
+        train(Unfinished(lacks), tmp_path, "plan.max_steps=6")
     assert str(caught.value).startswith(sentence)
 
 

@@ -15,18 +15,20 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from adapters_kit import columns, job_of_script, renamed, train_here
+from adapters_kit import columns, job_of_script, renamed, train_group, train_here
 from peft import LoraConfig, get_peft_model
 from ranks import on_ranks
 from tiny_lm import Sequences, tiny_gpt
 from torch import nn
 from torch.utils.data import IterableDataset
 from transformers import AutoModelForCausalLM, EarlyStoppingCallback
-from transformers_kit import HAS_STRATEGY, IN_ORDER, Theirs, Trained, accuracy, arguments, train_rank
+from transformers.trainer_utils import get_last_checkpoint
+from transformers_kit import HAS_STRATEGY, IN_ORDER, Ends, Theirs, Trained, accuracy, arguments, train_rank
 
 from undula.adapters import script
 from undula.adapters.transformers import ElasticMixin, Trainer
 from undula.errors import SpecError, UndulaError, UsageError
+from undula.recovery.worker_state import WorkerState
 from undula.state.events import EndEvent, LogEvent, ValidationEvent
 from undula.state.ledger import events_of, last_event, read_ledger
 from undula.storage import open_store
@@ -354,3 +356,27 @@ def test_a_second_training_of_a_script_is_refused(tmp_path: Path) -> None:
 
     with pytest.raises(UsageError, match=r"what a second train\(\) or fit\(\) of a script does is another job"):
         train_here(main, tmp_path, *IN_ORDER)
+
+
+def test_a_script_that_looks_for_the_last_checkpoint_of_its_run_continues(tmp_path: Path) -> None:
+    args = arguments(tmp_path / "out", max_steps=6, save_steps=2, eval_strategy="no")
+    worker = WorkerState(is_run=True, controller=object())
+    found = []
+
+    class Looks(Trained):
+        def __call__(self) -> None:
+            trainer = Trainer(tiny_gpt(), args, train_dataset=Sequences(100), callbacks=[Ends(worker, None, leaves_at)])
+            found.append(get_last_checkpoint(args.output_dir) if Path(args.output_dir).is_dir() else None)
+            trainer.train(resume_from_checkpoint=found[-1])
+            self.step = trainer.state.global_step
+
+    script, leaves_at = Looks(Trainer, args), 3
+    job = job_of_script(script, tmp_path, *IN_ORDER)
+    train_group(script, job, worker)
+    leaves_at = None
+    assert job_of_script(script, tmp_path, *IN_ORDER).plan == job.plan  # the driver of a second submission
+    train_group(script, job, worker)
+    assert found == [None, None, *[str(tmp_path / "out" / "checkpoint-4")] * 2]
+    assert script.step == 6
+    with pytest.raises(UsageError, match="which is of another training, because this run has not begun"):
+        train_here(script, tmp_path, "name=other", *IN_ORDER)

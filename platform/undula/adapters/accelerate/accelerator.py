@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.utils.data import DataLoader, IterableDataset
 
-from undula.adapters.accelerate.breaks import warn_of_break
 from undula.adapters.accelerate.loaders import EvaluationLoader, PreparedLoader, TrainingLoader
 from undula.adapters.accelerate.prepared import PreparedOptimizer, PreparedScheduler
 from undula.adapters.accelerate.processes import Processes
@@ -20,6 +19,7 @@ from undula.adapters.accelerate.repeated import last_batch, undone
 from undula.adapters.accelerate.steps import Steps
 from undula.adapters.refusals import ACCELERATOR, ACCELERATOR_ARGUMENTS, refuse_arguments
 from undula.adapters.script import Offer, place
+from undula.adapters.source import refuse_break
 from undula.config.yaml_file import Setting
 from undula.data.script.dataset import check_indexed
 from undula.errors import UsageError
@@ -199,7 +199,7 @@ class Accelerator(Processes):
 
         if self._run is None:
             if "plan.max_steps" not in place().given:
-                warn_of_break(sys._getframe(1).f_code.co_filename)
+                refuse_break(sys._getframe(1))
             raise Offer({**training.settings(), **self._settings(count, optimizer)}, give)
         give(self._run)
         return self._epochs(self._run, training, model, optimizer)

@@ -189,9 +189,9 @@ class Processes:
     def _run_between_steps(self, call: str) -> Run:
         if self._begun(call).step is not None:
             raise UsageError(
-                f"{call} was used in an open step, in which ranks have different numbers of batches; use it after optimizer.step() if "
-                "accelerator.sync_gradients, or after the loop over the training DataLoader; for the mean of a loss over all samples, call "
-                "accelerator.log({'loss': loss}) before optimizer.step()"
+                f"{call} was used in an open step, in which ranks have different numbers of batches; for a loss in the log, call "
+                "accelerator.log({'loss': loss}) before optimizer.step(), which takes the mean over all samples; use the others after "
+                "optimizer.step() if accelerator.sync_gradients, or after the loop over the training DataLoader"
             )
         assert self._run is not None
         return self._run

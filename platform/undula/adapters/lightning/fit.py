@@ -11,6 +11,7 @@ from torch.utils.data import DataLoader
 from undula.adapters.lightning.data import Data, refuse_difference
 from undula.adapters.lightning.hooks import Hooks
 from undula.adapters.lightning.library import name_of
+from undula.adapters.lightning.stand_in import FitTrainer
 from undula.config.yaml_file import Setting
 from undula.errors import UsageError
 from undula.plan.plan import Plan
@@ -34,7 +35,7 @@ def fit(
     *,
     callbacks: "Sequence[Callback]" = (),
     name: str | None = None,
-) -> None:
+) -> FitTrainer:
     """Train a LightningModule as `Trainer.fit` does, with the plan, the schedule and the other settings of the job.
 
     Args:
@@ -46,6 +47,9 @@ def fit(
         callbacks: Callbacks of the script, beside those of `configure_callbacks`.
         name: Name of the training data, as for `run.dataset`.
 
+    Returns:
+        What the module has found as `self.trainer`, such as the means of the last validation as its `callback_metrics`.
+
     Raises:
         UsageError: A run does not support something in the module, its data or its callbacks.
     """
@@ -54,7 +58,9 @@ def fit(
             f"fit() got {name_of(run)} in place of the run; call fit(run, module, datamodule) in the train function, which gets the run"
         )
     loaders = {"train_dataloader": train_dataloaders, "val_dataloader": val_dataloaders}
-    _Fit(run, Hooks(module, loaders, datamodule, callbacks, run.rank, run.device)).train(name)
+    hooks = Hooks(module, loaders, datamodule, callbacks, run.virtual_workers, run.rank, run.device)
+    _Fit(run, hooks).train(name)
+    return hooks.trainer
 
 
 class _Fit:
@@ -88,6 +94,7 @@ class _Fit:
             if not isinstance(end, Exception):
                 self._hooks.tear_down()
             raise
+        self._take_means()  # for a group that has only the work after the training left
         self._hooks.call("on_train_end")
         self._hooks.call("on_fit_end")
         self._hooks.tear_down()
@@ -258,9 +265,9 @@ class _Fit:
         """
         if means:
             self._begin_validation()  # unless this rank has had a batch
-            self._trainer.callback_metrics = {key: torch.tensor(mean, device="cpu") for key, mean in means.items()}
         if self._validated_batches is None:
             return
+        self._take_means()
         self._hooks.call("on_validation_epoch_end")
         self._hooks.call("on_validation_end")
         if self._trainer.sanity_checking:
@@ -268,11 +275,17 @@ class _Fit:
         self._validated_batches = None
         self._trainer.training, self._trainer.validating = True, False
 
+    def _take_means(self) -> None:
+        means = self._run.means.items()
+        self._trainer.callback_metrics = {key: torch.tensor(mean, device="cpu") for key, mean in means}
+
     def _capture(self) -> dict[str, Any]:
-        return {"begun_epochs": self._begun_epochs, **self._hooks.capture()}
+        place = self._trainer.current_epoch, self._trainer.global_step
+        return {"begun_epochs": self._begun_epochs, "place": place, **self._hooks.capture()}
 
     def _restore(self, values: Mapping[str, Any], is_unfinished: bool) -> None:
         self._begun_epochs = values["begun_epochs"]
         # A validation that is repeated is no longer the one before the first step.
         self._trainer.sanity_checking = False
+        self._trainer.current_epoch, self._trainer.global_step = values.get("place", (0, 0))
         self._hooks.restore(values)

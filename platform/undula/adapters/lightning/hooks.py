@@ -25,6 +25,7 @@ class Hooks:
         loaders: DataLoaders that the script passes to `fit`, by the name of the hook that each replaces; None if it passes none.
         datamodule: LightningDataModule; None if the script has none.
         callbacks: Callbacks of the script.
+        virtual_workers: Number of virtual workers of the plan.
         rank: Rank of this process.
         device: Device of this process.
 
@@ -38,6 +39,7 @@ class Hooks:
         loaders: Mapping[str, Any],
         datamodule: Any,
         callbacks: Sequence[Any],
+        virtual_workers: int,
         rank: int,
         device: torch.device,
     ):
@@ -52,7 +54,7 @@ class Hooks:
             datamodule, self._loaders["train_dataloader"] = loaders["train_dataloader"], None
         self.module, self._datamodule, self._device = module, datamodule, device
         self.validates = library.is_overridden("validation_step", module)
-        self.trainer = FitTrainer(module, datamodule, self.callbacks, rank, device, library.size_of)
+        self.trainer = FitTrainer(module, datamodule, self.callbacks, virtual_workers, rank, device, library.size_of)
         module.trainer = self.trainer
         if datamodule is not None:
             datamodule.trainer = self.trainer

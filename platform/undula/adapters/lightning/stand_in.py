@@ -94,6 +94,7 @@ class FitTrainer:
         module: The module that the run trains.
         datamodule: Its data; None if the script has no LightningDataModule.
         callbacks: Callbacks of the script.
+        virtual_workers: Number of virtual workers of the plan.
         rank: Rank of this process.
         device: Device of this process.
         size_of: Function that returns the number of samples of a batch.
@@ -107,6 +108,7 @@ class FitTrainer:
         module: Any,
         datamodule: Any,
         callbacks: list[Any],
+        virtual_workers: int,
         rank: int,
         device: torch.device,
         size_of: Callable[[Any], int],
@@ -123,6 +125,8 @@ class FitTrainer:
         self.callback_metrics: dict[str, Tensor] = {}
         """Means of the newest validation."""
         self.global_rank, self.is_global_zero = rank, rank == 0
+        self.world_size = virtual_workers
+        """Number of virtual workers, because what depends on it must not change when the number of ranks does."""
         self.optimizers: list[Any] = []
         self.lr_scheduler_configs: list[Any] = []
         self.state = SimpleNamespace(fn="fit")
@@ -140,11 +144,6 @@ class FitTrainer:
     def __reduce__(self) -> tuple[type[None], tuple[()]]:
         """Leave this object out of a module that is sent to a loader process, for example with a collate function that is its method."""
         return type(None), ()
-
-    @property
-    def world_size(self) -> int:
-        """Number of virtual workers, because what depends on it must not change when the number of ranks does."""
-        return self.plan.spec.virtual_workers
 
     @property
     def max_epochs(self) -> int:

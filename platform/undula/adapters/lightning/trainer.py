@@ -2,6 +2,7 @@
 
 import inspect
 import math
+import sys
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any, NoReturn
@@ -12,8 +13,10 @@ from undula.adapters.lightning.data import Data
 from undula.adapters.lightning.fit import fit
 from undula.adapters.lightning.hooks import Hooks
 from undula.adapters.lightning.library import Library
+from undula.adapters.lightning.stand_in import FitTrainer
 from undula.adapters.refusals import LIGHTNING_METHODS, LIGHTNING_TRAINER, refuse_arguments
 from undula.adapters.script import Offer, Place, place
+from undula.adapters.source import refuse_later
 from undula.config.yaml_file import Setting
 from undula.errors import UsageError
 from undula.plan.plan import Plan, PlanSpec
@@ -52,6 +55,8 @@ WITHOUT_EFFECT = {
     *("limit_test_batches", "limit_predict_batches", "default_root_dir", "model_registry"),
 }
 """Arguments of Lightning's Trainer whose effect a run has, or does not need, whatever their value is."""
+AFTERWARDS = ("callback_metrics", "current_epoch", "global_step", "max_epochs", "max_steps", "world_size", "callbacks")
+"""Attributes of the trainer that a script may read after `fit`."""
 MOST_EPOCHS = 1000
 """Number of epochs of Lightning's Trainer if the script limits neither epochs nor steps."""
 
@@ -93,6 +98,9 @@ class Trainer:
         defaults = {name: parameter.default for name, parameter in known.items()}
         if isinstance(others.get("logger"), bool):
             del others["logger"]
+        for name in ("min_epochs", "min_steps"):
+            if others.get(name) in (0, 1):  # no run has fewer
+                del others[name]
         unknown = dict.fromkeys(defaults.keys() - WITHOUT_EFFECT, "remove it, because Undula does not know it")
         refuse_arguments("Trainer", others, defaults, {**unknown, **LIGHTNING_TRAINER})
         if precision not in (None, *PRECISIONS):
@@ -122,11 +130,16 @@ class Trainer:
         self._val_epochs, self._val_interval = check_val_every_n_epoch, val_check_interval
         self._callbacks = callbacks if isinstance(callbacks, Sequence) else [callbacks] if callbacks else []
 
+    _fitted: FitTrainer | None = None
+    """What the module has found as `self.trainer`, after `fit`."""
+
     @property
     def is_global_zero(self) -> bool:
         return place().rank == 0
 
-    def __getattr__(self, name: str) -> NoReturn:
+    def __getattr__(self, name: str) -> Any:
+        if self._fitted is not None and name in AFTERWARDS:
+            return getattr(self._fitted, name)
         if name in LIGHTNING_METHODS:
             raise UsageError(f"Trainer.{name} is not possible in a run; {LIGHTNING_METHODS[name]}")
         raise AttributeError(f"the Trainer of undula.adapters.lightning has no attribute {name!r}")
@@ -148,10 +161,14 @@ class Trainer:
             raise UsageError(f"Trainer.fit() does not take ckpt_path=; {LIGHTNING_METHODS['ckpt_path']}")
         here = place()
         if here.run is not None:
-            fit(here.run, model, train_dataloaders, val_dataloaders, datamodule, callbacks=self._callbacks)
+            given = (model, train_dataloaders, val_dataloaders, datamodule)
+            self._fitted = fit(here.run, *given, callbacks=self._callbacks)
             return
+        refuse_later(sys._getframe(1), "Trainer", [*dir(self), *AFTERWARDS], LIGHTNING_METHODS)
         loaders = {"train_dataloader": train_dataloaders, "val_dataloader": val_dataloaders}
-        self._offer(Hooks(model, loaders, datamodule, self._callbacks, here.rank, here.device), here)
+        self._offer(
+            Hooks(model, loaders, datamodule, self._callbacks, here.virtual_workers, here.rank, here.device), here
+        )
 
     def _offer(self, hooks: Hooks, here: Place) -> NoReturn:
         """End the script in the driver, which then knows what the job needs."""

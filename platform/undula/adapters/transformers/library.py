@@ -12,6 +12,7 @@ import transformers
 from torch import Tensor
 from transformers.trainer_callback import ExportableState
 from transformers.trainer_pt_utils import nested_concat
+from transformers.trainer_utils import get_last_checkpoint
 
 from undula.adapters.process_state import shared_state
 from undula.adapters.refusals import TRAINER_METHODS, refused_override
@@ -166,6 +167,36 @@ def place_process(args: Any, here: Place) -> None:
     args._n_gpu = min(args._n_gpu, 1)
     # Arguments that are a global of the script come to a worker pickled, with a copy of the state that nothing else shares.
     args.distributed_state = shared_state(here, args.use_cpu)
+
+
+def found_checkpoint(given: Any, output_dir: str) -> str | None:
+    """Return the checkpoint in the folder of a Trainer that a script gives to `train`; None for none.
+
+    Raises:
+        SpecError: It is in another folder.
+    """
+    found = get_last_checkpoint(output_dir) if given is True and Path(output_dir).is_dir() else given
+    if found in (None, False, True):
+        return None
+    if Path(output_dir).absolute() not in Path(found).absolute().parents:
+        raise SpecError(
+            f"Trainer.train() got resume_from_checkpoint={found}, which is not in output_dir; a run continues by itself, and for weights "
+            "of another training, load them with from_pretrained()"
+        )
+    return str(found)
+
+
+def require_begun(found: str | None, is_restored: bool) -> None:
+    """Check that a checkpoint that a script gives to `train` can be one of its own run.
+
+    Raises:
+        UsageError: The run has not begun.
+    """
+    if found is not None and not is_restored:
+        raise UsageError(
+            f"Trainer.train() got resume_from_checkpoint={found}, which is of another training, because this run has not begun; give it "
+            "an output_dir without checkpoints"
+        )
 
 
 def shared_folder(output_dir: str, run: Run) -> str:

@@ -30,11 +30,13 @@ from undula.adapters.transformers.library import (
     check_datasets,
     evaluated,
     exported_state,
+    found_checkpoint,
     is_of_datasets,
     joined,
     logged_by_script,
     place_process,
     refuse_overrides,
+    require_begun,
     require_on_all_ranks,
     shared_folder,
 )
@@ -93,16 +95,14 @@ class ElasticMixin(_Base):  # type: ignore[misc]
         self._has_begun = False
 
     def train(self, resume_from_checkpoint: Any = None, trial: Any = None, **more: Any) -> TrainOutput:
-        """Train as Hugging Face's Trainer does. In the driver, give the settings to the job instead.
+        """Train as Hugging Face's Trainer does, from the newest state of the run, or give the settings to the job in the driver.
 
         Raises:
             SpecError: An argument is given that a run does not support.
         """
-        if resume_from_checkpoint not in (None, False) or trial is not None:
-            name = "trial" if trial is not None else "resume_from_checkpoint"
-            raise SpecError(
-                f"Trainer.train() got {name}, which a run does not support; submit the job again under its name, and it continues by itself"
-            )
+        if trial is not None:
+            raise SpecError("Trainer.train() got trial, which a run does not support; start a study of it")
+        self._found = found_checkpoint(resume_from_checkpoint, self.args.output_dir)
         self._offer_in_driver()
         return super().train(**more)
 
@@ -153,9 +153,6 @@ class ElasticMixin(_Base):  # type: ignore[misc]
         if is_of_datasets(dataset):
             return self._remove_unused_columns(dataset, description=description), self.data_collator
         return dataset, self._get_collator_with_removed_columns(self.data_collator, description=description)
-
-    def _evaluation_datasets(self) -> dict[str, Any]:
-        return dict(self.eval_dataset) if isinstance(self.eval_dataset, dict) else {"eval": self.eval_dataset}
 
     def _get_dataloader(self, dataset: Any, description: str, batch_size: int, **more: Any) -> Any:
         """Return the batches of an evaluation."""
@@ -211,7 +208,7 @@ class ElasticMixin(_Base):  # type: ignore[misc]
         run = place().run
         assert run is not None
         self._give(run)
-        self._kept_datasets = self._evaluation_datasets()
+        self._kept_datasets = self.eval_dataset if isinstance(self.eval_dataset, dict) else {"eval": self.eval_dataset}
         self.accelerator._models.append(self.model_wrapped)
         num_train_samples = self._prepare(run, args)
         run.state("transformers", self._captured, self._restore)
@@ -255,6 +252,7 @@ class ElasticMixin(_Base):  # type: ignore[misc]
         args, epoch = self.args, None
         self._start_time = run.gather(time.time())[0]
         run.restore()  # before callbacks see the state
+        require_begun(self._found, self._is_restored)
         self._has_begun = True
         self.control = self.callback_handler.on_train_begin(args, self.state, self.control)
         if args.eval_on_start and not self._is_restored:
