@@ -373,13 +373,13 @@ for epoch in accelerator.epochs(3):
 
 
 @pytest.mark.parametrize(
-    ("script", "line"), [(BREAKS, 10), (BREAKS.replace("accelerator.backward", "losses.append"), None)]
+    ("script", "line"), [(BREAKS, 11), (BREAKS.replace("accelerator.backward", "losses.append"), None)]
 )
 def test_a_break_out_of_the_batches_is_told_before_the_run(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, script: str, line: int | None
 ) -> None:
     file = tmp_path / "script.py"
-    file.write_text(script)
+    file.write_text(f"# -*- coding: latin-1 -*-\n# é{script}", encoding="latin-1")
     warn_of_break(str(file))
     warn_of_break("<stdin>")
     found = [record.getMessage().partition(" a `break`")[0] for record in caplog.records]

@@ -9,7 +9,7 @@ from pathlib import Path
 def warn_of_break(file: str) -> None:
     """Warn of the first `break` out of a loop with a backward pass in a Python file, if there is one."""
     try:
-        tree = ast.parse(Path(file).read_text())
+        tree = ast.parse(Path(file).read_bytes())
     except (OSError, SyntaxError):  # of a function that was typed in, and has no file
         return
     line = min(
