@@ -36,6 +36,8 @@ def project_modules(script: Path, root: Path | None = None) -> list[Path]:
     folder = script.parent
     marked = (place for place in script.parents if any((place / mark).exists() for mark in ROOT_MARKS))
     root = root.absolute() if root else next(marked, folder)
+    if root == folder and not (root / "src").is_dir():
+        return []
     modules: dict[str, Path | None] = {}
     unread = [script]
     while unread:

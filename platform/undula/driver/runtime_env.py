@@ -38,6 +38,7 @@ def load_runtime_env(file: Path) -> dict[str, Any]:
             close = difflib.get_close_matches(key, known, n=1)
             fix = f"did you mean {close[0]}?" if close else "it has pip, uv, conda, env_vars, excludes, py_modules, ..."
             raise SpecError(f"{origins[key]}: a runtime environment of Ray has no key {key}: {fix}")
+    tree = {key: value for key, value in tree.items() if value is not None}
     _refuse_secrets(tree, origins)
     variables = tree.get("env_vars")
     for name, value in variables.items() if isinstance(variables, dict) else ():
@@ -50,9 +51,8 @@ def load_runtime_env(file: Path) -> dict[str, Any]:
         parsed = RuntimeEnv(**tree)
     except (TypeError, ValueError) as error:
         raise SpecError(f"{file}: Ray does not accept this runtime environment: {one_line(error)}") from None
-    _refuse_secrets(
-        {key: parsed[key] for key in tree}, origins
-    )  # it has read files of packages, which `tree` only names
+    # Ray has read the files of packages that `tree` only names.
+    _refuse_secrets({key: value for key, value in parsed.items() if key in tree}, origins)
     return tree
 
 

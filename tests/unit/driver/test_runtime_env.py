@@ -55,6 +55,11 @@ def test_a_secret_in_a_file_of_packages_is_refused(tmp_path: Path, key: str) -> 
         load_runtime_env(tmp_path / "env.yaml")
 
 
+def test_a_key_without_a_value_is_as_none(tmp_path: Path) -> None:
+    (tmp_path / "env.yaml").write_text("pip: []\nconda:\nenv_vars:  # none yet\n")
+    assert load_runtime_env(tmp_path / "env.yaml") == {"pip": []}
+
+
 def test_variables_refer_to_others_on_a_cluster_of_its_own_as_on_each(
     submission: Submission, monkeypatch: pytest.MonkeyPatch
 ) -> None:
