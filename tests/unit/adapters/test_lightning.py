@@ -326,14 +326,22 @@ def test_validation_batches_are_collated_by_the_function_of_their_own_loader(tmp
     def mixed(samples: list[Any]) -> Any:
         return [torch.stack([sample[0] for sample in samples]) * 100]
 
+    def training_step(self: Any, batch: Any, batch_idx: int) -> Any:
+        assert batch[0].max() == 100
+        return self.net(batch[0] / 100).square().mean()
+
     def validation_step(self: Any, batch: Any, batch_idx: int) -> Any:
         assert batch[0].max() == 1
         self.log("val_loss", batch[0].mean())
         self.seen.append(batch[0].mean())
 
     ledger = train_module(
-        tiny(train_dataloader=loader(collate_fn=mixed), val_dataloader=loader(), validation_step=validation_step),
+        tiny(
+            train_dataloader=loader(collate_fn=mixed),
+            val_dataloader=loader(),
+            training_step=training_step,
+            validation_step=validation_step,
+        ),
         tmp_path,
     )
     assert {event.loss for event in events_of(ledger.events, ValidationEvent)} == {1.0}
-    assert ledger.steps["a"].to_pylist()[0] > 1000
