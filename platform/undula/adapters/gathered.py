@@ -70,7 +70,7 @@ def _operator(name: str) -> Callable[..., Any]:
     return lambda number, *others: _marked(getattr(float, name)(number, *others))
 
 
-for _name in (*_OPERATORS, "__neg__", "__abs__", "__round__"):
+for _name in (*_OPERATORS, "__neg__", "__pos__", "__abs__", "__round__", "__ceil__", "__floor__", "__trunc__"):
     setattr(GatheredNumber, _name, _operator(_name))
 
 

@@ -57,7 +57,7 @@ def refuse_later(script: FrameType, class_name: str, has: Collection[str], inste
 def _functions(script: FrameType) -> dict[int, ast.FunctionDef]:
     """Return the functions in the file of one that runs, by the number of the first line of each, where its decorators begin."""
     try:
-        tree = ast.parse(Path(script.f_code.co_filename).read_text())
+        tree = ast.parse(Path(script.f_code.co_filename).read_bytes())
     except (OSError, SyntaxError):  # of a function that was typed in, and has no file
         return {}
     found = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]

@@ -1,5 +1,6 @@
 """What a run has printed, kept in its directory: the cluster that has printed it may end with the run."""
 
+import threading
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -29,21 +30,24 @@ class KeptOutput:
     def __init__(self, store: Store):
         self._store, self._began = store, f"{time.time_ns() // 10**6:013}"
         self._part, self._text, self._is_written, self._written_at = 0, "", True, 0.0
+        self._lock = threading.Lock()  # lines and the result come from different threads
         self._thread = ThreadPoolExecutor(1, "undula-output")
         self._writing: Future[None] | None = None
 
     def add(self, lines: Sequence[str]) -> None:
         """Add lines. They are written in the background, unless those before them still are; then a later call writes them."""
         added = "".join(f"{line}\n" for line in lines if not line.startswith(STATUS_PREFIX))
-        self._text, self._is_written = self._text + mask(added), self._is_written and not added
-        is_idle = self._writing is None or self._writing.done()
-        if is_idle and time.monotonic() - self._written_at >= INTERVAL_S:
-            self._write()
+        with self._lock:
+            self._text, self._is_written = self._text + mask(added), self._is_written and not added
+            is_idle = self._writing is None or self._writing.done()
+            if is_idle and time.monotonic() - self._written_at >= INTERVAL_S:
+                self._write()
 
     def finish(self, text: str = "") -> None:
         """Add a text, and wait until everything is written. Further texts may follow."""
         self.add(text.splitlines())
-        self._write()
+        with self._lock:
+            self._write()
         if self._writing:
             self._writing.result()
 

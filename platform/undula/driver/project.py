@@ -29,14 +29,14 @@ def project_modules(script: Path, root: Path | None = None) -> list[Path]:
     Raises:
         SpecError: The root is no folder.
     """
-    folder = script.parent
     if root is not None and not root.is_dir():
         raise SpecError(
             f"command line: --project {root} is no folder; give the one in which the packages of the script lie"
         )
+    folder = script.parent
     marked = (place for place in script.parents if any((place / mark).exists() for mark in ROOT_MARKS))
     root = root.absolute() if root else next(marked, folder)
-    if root == folder:
+    if root == folder and not (root / "src").is_dir():
         return []
     modules: dict[str, Path | None] = {}
     unread = [script]

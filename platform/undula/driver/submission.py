@@ -7,6 +7,7 @@ The module imports Ray only to talk to a cluster's job API: the import takes a w
 
 import math
 import os
+import re
 import signal
 import sys
 import time
@@ -53,6 +54,9 @@ MOST_REFUSALS = 30
 EVERYWHERE = {"config", "env_vars", "excludes"}
 """Keys of a runtime environment that need nothing of a cluster."""
 
+_REFERENCE = r"\$(?:(\w+)|\{(\w+)\})"
+"""Reference to another variable in a variable of a runtime environment. Ray leaves the first form of an unknown name as it is, and removes
+the second one."""
 MOST_NAMES = 8
 """Maximum number of files that are not sent and that a message names."""
 
@@ -185,7 +189,7 @@ def run_submission(submission: Submission, address: str | None, screen: LiveScre
             f"command line: --{mode} needs a cluster that stays when this command ends; start one with `ray start --head`, or give "
             "--address http://HOST:8265"
         )
-    _refuse_what_only_clusters_have(submission)
+    submission = _as_on_nodes(submission)
     fix = ", or submit it to a larger cluster with --address http://HOST:8265"
     refuse_what_never_fits(
         submission.workers,
@@ -204,7 +208,7 @@ def run_submission(submission: Submission, address: str | None, screen: LiveScre
 
 def run_in_this_process(submission: Submission) -> int:
     """Run a script in this process, as `python SCRIPT ARGUMENTS --in-process` does, and return its exit status."""
-    _refuse_what_only_clusters_have(submission)
+    submission = _as_on_nodes(submission)
     os.environ.update(submission.environment)
     with importable(submission.modules) as path:
         sys.path += [text.partition(os.pathsep)[0] for text in path.values()]
@@ -212,13 +216,23 @@ def run_in_this_process(submission: Submission) -> int:
     return 0
 
 
-def _refuse_what_only_clusters_have(submission: Submission) -> None:
-    """Refuse a runtime environment that Ray makes on the nodes of a cluster, where the job trains with what this machine has."""
+def _as_on_nodes(submission: Submission) -> Submission:
+    """Return the submission with the variables that Ray would set in the processes of a job, where it trains without a cluster of before.
+
+    Raises:
+        SpecError: Its runtime environment has more than variables, which Ray makes only on the nodes of such a cluster.
+    """
     if keys := sorted(submission.runtime_env.keys() - EVERYWHERE):
         raise SpecError(
             f"command line: --runtime-env: {keys[0]} has an effect only on a cluster that has started before; remove it and install what "
             "the job needs on this machine, or give --address http://HOST:8265"
         )
+    known, variables = dict(os.environ), submission.runtime_env.get("env_vars", {})
+    for name, value in variables.items():  # each may refer to those before it, such as PATH: /opt/bin:${PATH}
+        known[name] = re.sub(_REFERENCE, lambda it: known.get(it[1] or it[2], it[0] if it[1] else ""), value)
+    variables = {name: known[name] for name in variables}
+    environment = {**submission.environment, **variables}
+    return replace(submission, environment=environment, runtime_env={**submission.runtime_env, "env_vars": variables})
 
 
 def _run_here(submission: Submission, screen: LiveScreen) -> int:

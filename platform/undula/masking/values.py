@@ -19,8 +19,8 @@ MIN_CHARS = 6
 MIN_DIFFERENT_CHARS = 3
 """Minimum number of different characters of such a value. A line of dashes has one."""
 _TEXTS = (str, list, dict)
-_COLOUR = re.compile(r"\x1b\[[\d;:]*m")
-"""Sequence with which a terminal changes the colour of a text."""
+_COLOUR = re.compile(r"\x1b\[[\d;:]*[mK]")
+"""Sequence with which a terminal changes the colour of a text, or with which it erases the rest of a line, as grep does beside colours."""
 _variables: dict[str, str] = {}
 _values: frozenset[str] = frozenset()
 _pattern: re.Pattern[str] | None = None

@@ -19,7 +19,7 @@ from undula.parallel.random_state import kept_random_state
 from undula.plan.plan import MicroBatch
 from undula.recovery.progress import BETWEEN_STEPS, DATA, SHARDED_VALIDATE, VALIDATE
 from undula.state.goals import LOSS
-from undula.train.metrics import Place, is_metric, place_of, results, taken
+from undula.train.metrics import Place, Taken, is_metric, place_of, results, taken
 from undula.train.randomness import seed_validation
 from undula.train.samples import SampleSource
 from undula.train.setup import RunSetup
@@ -39,8 +39,8 @@ class Sums:
 
     means: dict[str, list[float]] = field(default_factory=dict)
     """Sums of each mean over the samples of each micro-batch, by name."""
-    metrics: dict[str, list[tuple[Place, Any]]] = field(default_factory=dict)
-    """Metrics of each micro-batch, by name."""
+    metrics: dict[str, list[tuple[Place, Taken]]] = field(default_factory=dict)
+    """What each micro-batch has left in metrics, by name."""
     samples: int = 0
 
     def add(self, values: Mapping[str, Any], micro_batch: MicroBatch) -> None:
@@ -55,7 +55,7 @@ class Sums:
                 f"the validation function returned {sorted(values)} after {sorted(names)}; return the same names for every batch"
             )
         for name, value in _checked(values).items():
-            if is_metric(value):
+            if isinstance(value, Taken):
                 self.metrics.setdefault(name, []).append((place_of(micro_batch), value))
             else:
                 self.means.setdefault(name, []).append(float(value) * micro_batch.samples)
@@ -174,8 +174,8 @@ class Validation:
             )
         by_name = means if isinstance(means, Mapping) else {LOSS: means}
         found = {id(value): value for value in by_name.values() if is_metric(value)}
-        copies = {key: taken(metric) for key, metric in found.items()}
-        return {str(name): copies.get(id(value), value) for name, value in by_name.items()}
+        states = {key: taken(metric) for key, metric in found.items()}  # a metric can have several names
+        return {str(name): states.get(id(value), value) for name, value in by_name.items()}
 
 
 def _checked(values: Mapping[str, Any]) -> Mapping[str, Any]:

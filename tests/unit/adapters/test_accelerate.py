@@ -423,7 +423,7 @@ def other(accelerator, model, loader):
 def test_a_break_out_of_the_batches_is_refused_before_a_worker_starts_unless_the_yaml_has_the_number_of_steps(
     tmp_path: Path,
 ) -> None:
-    (tmp_path / "script.py").write_text(SCRIPT)
+    (tmp_path / "script.py").write_text(f"# -*- coding: latin-1 -*- \u00e9{SCRIPT}", encoding="latin-1")
     main = runpy.run_path(str(tmp_path / "script.py"))["main"]
     assert job_of(main, tmp_path, "plan.max_steps=2").plan.max_steps == 2
     with pytest.raises(UsageError, match=r"^script.py:21: this `break` leaves the loop over batches"):

@@ -1,6 +1,7 @@
 """What a step has gathered, and numbers that were read of it, may be used for metrics and not for the loss."""
 
 import json
+import math
 import pickle
 from collections.abc import Callable
 
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor
 
 from undula.adapters.gathered import metrics_of_batch, refuse_gathered
+from undula.adapters.transformers.library import logged_by_script
 from undula.errors import UsageError
 
 Scale = Callable[[Tensor, Tensor], Tensor]
@@ -25,6 +27,7 @@ WAYS: dict[str, Scale] = {
     "a weight without gradient": lambda loss, count: loss * (torch.ones(3) / count.item()).sum(),
     "a new tensor": lambda loss, count: loss * torch.zeros(count.item()).sum(),
     "another tensor's": lambda loss, count: loss * (loss.detach() + count),
+    "the next integer": lambda loss, count: loss / math.ceil(+count.item()),
     "the total of several": lambda loss, count: loss * sum([count.item(), count.item()]),
     "float()": lambda loss, count: loss * float(count),
     "int()": lambda loss, count: loss * int(count),
@@ -44,6 +47,7 @@ def test_numbers_of_metrics_are_used_as_numbers() -> None:
     count = metrics_of_batch(torch.tensor([1, 3])).sum().item()
     assert (count + 1, 2 * count, list(range(count))) == (5, 8, [0, 1, 2, 3])
     assert (f"{count:d}", f"{count:.2f}", json.dumps([count]), str(count)) == ("4", "4.00", "[4.0]", "4.0")
+    assert logged_by_script({"count": metrics_of_batch(torch.tensor(4)), "number": count}) == {"count": 4, "number": 4}
     assert type(pickle.loads(pickle.dumps(count))) is float
     assert isinstance(metrics_of_batch(torch.tensor(True)).item(), bool)
     with torch.no_grad():

@@ -1,5 +1,6 @@
 """Tests of LightningModules under the loop of a run: the losses and hooks of Lightning's own Trainer, exact resumes, and refusals."""
 
+import runpy
 import sys
 import threading
 import warnings
@@ -11,7 +12,7 @@ from typing import Any
 import pytest
 import pytorch_lightning as pl
 import torch
-from adapters_kit import job_of_script, store_of, train_here
+from adapters_kit import job_of_script, store_of, train_group, train_here
 from alone import train_alone
 from lightning_kit import JOB, Tiny, blocks, defined, loader, optimizers, tiny, train_module
 from pytorch_lightning.callbacks import LearningRateMonitor, ModelSummary
@@ -25,6 +26,7 @@ from undula.adapters.lightning.trainer import WITHOUT_EFFECT
 from undula.adapters.refusals import LIGHTNING_TRAINER
 from undula.data.script.items import Items
 from undula.errors import SpecError, UsageError
+from undula.recovery.worker_state import Request, WorkerState
 from undula.state.events import EndEvent, ValidationEvent
 from undula.state.ledger import events_of, last_event, read_ledger
 from undula.testing import conformance
@@ -317,7 +319,7 @@ def test_a_collate_function_of_the_module_works_in_loader_processes(tmp_path: Pa
 
     assert losses(1) == losses(0)
     module = tiny()()
-    hooks = Hooks(module, {"train_dataloader": None, "val_dataloader": None}, None, (), 0, torch.device("cpu"))
+    hooks = Hooks(module, {"train_dataloader": None, "val_dataloader": None}, None, (), 1, 0, torch.device("cpu"))
     hooks.trainer.recorder.step = threading.Lock()  # type: ignore[assignment]  # a step holds process groups
     assert len(Items([0], module.training_step).dumps()) < 100_000
 
@@ -326,14 +328,103 @@ def test_validation_batches_are_collated_by_the_function_of_their_own_loader(tmp
     def mixed(samples: list[Any]) -> Any:
         return [torch.stack([sample[0] for sample in samples]) * 100]
 
+    def training_step(self: Any, batch: Any, batch_idx: int) -> Any:
+        assert batch[0].max() == 100
+        return self.net(batch[0] / 100).square().mean()
+
     def validation_step(self: Any, batch: Any, batch_idx: int) -> Any:
         assert batch[0].max() == 1
         self.log("val_loss", batch[0].mean())
         self.seen.append(batch[0].mean())
 
     ledger = train_module(
-        tiny(train_dataloader=loader(collate_fn=mixed), val_dataloader=loader(), validation_step=validation_step),
+        tiny(
+            train_dataloader=loader(collate_fn=mixed),
+            val_dataloader=loader(),
+            training_step=training_step,
+            validation_step=validation_step,
+        ),
         tmp_path,
     )
     assert {event.loss for event in events_of(ledger.events, ValidationEvent)} == {1.0}
-    assert ledger.steps["a"].to_pylist()[0] > 1000
+
+
+def test_a_module_and_its_data_see_the_place_and_the_metrics_that_they_would_see_in_lightning(tmp_path: Path) -> None:
+    seen: dict[str, list[Any]] = {"setup": [], "loaded": [], "validated": [], "after": []}
+
+    class Data(pl.LightningDataModule):
+        def setup(self, stage: str) -> None:
+            seen["setup"].append(self.trainer.world_size)  # type: ignore[union-attr]
+
+        def train_dataloader(self) -> Any:
+            return loader()(self)
+
+        val_dataloader = train_dataloader
+
+    class Module(tiny()):  # type: ignore[misc]
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            self.log("val_loss", batch[0].mean())
+
+        def on_validation_epoch_end(self) -> None:
+            seen["validated"].append(float(self.trainer.callback_metrics["val_loss"]))
+
+        def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+            seen["loaded"].append((checkpoint["epoch"], checkpoint["global_step"]))
+
+        def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+            pass
+
+    class Leaves(pl.Callback):
+        def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+            worker.request = Request(leaves=trainer.global_step == 4)
+
+    def main() -> None:
+        trainer = Trainer(max_epochs=2, min_epochs=1, callbacks=[Leaves()])
+        trainer.fit(Module(), datamodule=Data())
+        seen["after"].append((trainer.global_step, float(trainer.callback_metrics["val_loss"])))
+
+    worker = WorkerState(is_run=True, controller=object())
+    job = job_of_script(main, tmp_path, "validation.every_steps=2", virtual_workers=1)
+    train_group(main, job, worker)
+    assert (seen["loaded"], seen["after"]) == ([], [])
+    train_group(main, job, worker)
+    assert set(seen["setup"]) == {1}
+    assert seen["loaded"] == [(1, 5)]
+    assert set(seen["validated"]) == {1.0}
+    assert seen["after"] == [(6, 1.0)]
+
+
+AFTERWARDS = """
+import torch
+from lightning_kit import loader, tiny
+from undula.adapters.lightning import Trainer
+
+def main():
+    trainer = Trainer(max_epochs=1)
+    trainer.fit(tiny()(), loader()(None), loader()(None))
+    print(trainer.callback_metrics, trainer.global_step)
+    if torch.cuda.is_available():
+        trainer.predict()
+    trainer.CALL
+"""
+
+
+@pytest.mark.parametrize(
+    ("call", "sentence"),
+    [
+        ("test()", "script.py:12: Trainer.test is not possible in a run; load the weights with undula.load_weights"),
+        ("checkpoint_callback.best_model_path", "script.py:12: Trainer.checkpoint_callback is not possible in a run; set checkpoint.keep"),
+        ("is_global_zero", ""),
+    ],
+)  # fmt: skip
+def test_what_a_script_would_do_with_its_trainer_after_the_training_is_refused_before_it(
+    tmp_path: Path, call: str, sentence: str
+) -> None:
+    (tmp_path / "script.py").write_text(AFTERWARDS.replace("CALL", call))
+    main = runpy.run_path(str(tmp_path / "script.py"))["main"]
+    if not sentence:
+        train_here(main, tmp_path)
+        return
+    with pytest.raises(UsageError) as caught:
+        job_of_script(main, tmp_path)
+    assert str(caught.value).startswith(sentence)

@@ -9,18 +9,19 @@ import pytest
 import torch
 from alone import train_alone
 from lightning_kit import tiny, train_module
-from torchmetrics import MinMaxMetric
-from torchmetrics.classification import BinaryAccuracy, BinaryConfusionMatrix, BinaryF1Score
+from torchmetrics import MetricCollection, MinMaxMetric
+from torchmetrics.classification import BinaryAccuracy, BinaryConfusionMatrix, BinaryF1Score, BinaryPrecision
 
 from undula.errors import UsageError
 from undula.state.events import ValidationEvent
 from undula.state.ledger import events_of, read_ledger
+from undula.train.metrics import taken
 
 SCRIPT = """
 import pytorch_lightning as pl
 import torch
 from torch.utils.data import DataLoader, TensorDataset
-from torchmetrics import MeanMetric, MetricCollection, PearsonCorrCoef
+from torchmetrics import MeanMetric, Metric, MetricCollection, PearsonCorrCoef
 from torchmetrics.classification import BinaryAUROC, BinaryAveragePrecision, BinaryF1Score, BinaryPrecision
 
 from undula.adapters.lightning import Trainer, launch
@@ -29,10 +30,23 @@ X = torch.linspace(-1, 1, 26).reshape(13, 2)
 Y = (torch.arange(13) * 5 % 3 == 0).long()
 
 
+class Own(Metric):  # of a class and with a function that no other process finds
+    def __init__(self):
+        super().__init__()
+        self.add_state("count", torch.tensor(0), dist_reduce_fx=lambda counts: counts.sum())
+
+    def update(self, labels):
+        self.count += labels.sum()
+
+    def compute(self):
+        return self.count
+
+
 class Module(pl.LightningModule):
     def __init__(self):
         super().__init__()
         torch.manual_seed(0)
+        self.own = Own()
         self.net = torch.nn.Linear(2, 1)
         self.val_loss, self.auroc, self.pearson = MeanMetric(), BinaryAUROC(), PearsonCorrCoef()
         self.several = MetricCollection([BinaryF1Score(), BinaryPrecision(), BinaryAveragePrecision()])
@@ -51,6 +65,8 @@ class Module(pl.LightningModule):
         self.auroc.update(logits, batch[1])
         self.pearson.update(logits, batch[1].float())
         self.several.update(logits, batch[1])
+        self.own.update(batch[1])
+        self.log("own", self.own)
         self.log("val_loss", self.val_loss)
         self.log("auroc", self.auroc, prog_bar=True)
         self.log("pearson", self.pearson)
@@ -97,7 +113,22 @@ def test_results_of_metrics_are_those_of_all_samples_at_any_number_of_ranks(tmp_
             name: float(metric(logits, names["Y"].float() if name == "pearson" else names["Y"]))
             for name, metric in metrics.items()
         }
+    expected["own"] = float(names["Y"].sum())
     assert {name: means[name] for name in expected} == pytest.approx(expected, abs=1e-6)
+
+
+def test_a_metric_that_has_seen_more_than_the_batch_is_refused() -> None:
+    predicted, labels = torch.tensor([0.2, 0.8]), torch.tensor([0, 1])
+    shared, several = BinaryAccuracy(), MetricCollection([BinaryF1Score(), BinaryPrecision()])
+    shared(predicted, labels)  # in a training step
+    shared.update(predicted, labels)
+    with pytest.raises(UsageError, match="BinaryAccuracy with 2 updates instead of one"):
+        taken(shared)
+    several.update(predicted, labels)
+    assert float(taken(several["BinaryPrecision"]).state["tp"]) == 1
+    several.update(predicted, labels)  # of which the F1 score, with the same state, was not taken
+    with pytest.raises(UsageError, match=r"BinaryPrecision with 2 updates .* give all metrics of a MetricCollection"):
+        taken(several["BinaryPrecision"])
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """Tests of the output that a run keeps for `undula logs`."""
 
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -32,6 +33,19 @@ def test_lines_are_kept_without_secrets_and_status_lines(store: Store) -> None:
         "finished: no validation",
         "run directory: x",
     ]
+
+
+def test_lines_of_workers_and_the_result_are_kept_if_they_come_at_the_same_time(store: Store) -> None:
+    output = KeptOutput(store)
+    lines = [[f"worker {number}{' ' * 2000}" for number in range(first, first + 50)] for first in range(0, 300, 50)]
+    with ThreadPoolExecutor(1) as workers:
+        added = workers.submit(lambda: [output.add(each) for each in lines])
+        for number in range(20):
+            output.finish(f"result {number}")
+        added.result()
+    output.finish()
+    kept = [line.rstrip() for line in kept_output(store).splitlines()]
+    assert sorted(kept) == sorted([*(f"worker {n}" for n in range(300)), *(f"result {n}" for n in range(20))])
 
 
 def test_the_newest_lines_of_the_newest_attempt_are_kept(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -43,9 +43,9 @@ def test_what_lies_beside_the_script_or_is_installed_is_not_taken_from_the_root(
     assert project_modules(project / "jobs" / "train.py") == []
 
 
-def test_a_script_in_the_root_or_without_a_project_needs_nothing(project: Path) -> None:
-    (project / "main.py").write_text("import mylib")
-    assert project_modules(project / "main.py") == []
+def test_a_script_in_the_root_needs_what_lies_in_src_and_one_without_a_project_nothing(project: Path) -> None:
+    (project / "main.py").write_text("import mylib, inner")
+    assert project_modules(project / "main.py") == [project / "src" / "inner"]
     (project / "pyproject.toml").unlink()
     assert project_modules(project / "jobs" / "train.py") == []
 

@@ -3,6 +3,7 @@
 import io
 import json
 import zipfile
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -44,6 +45,39 @@ def test_what_a_job_cannot_have_is_refused_in_one_sentence(text: str, sentence: 
     assert sentence in str(error.value)
     assert not {"47211", "hunter2x"} & set(str(error.value).replace(":", " ").split())
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("key", ["pip", "uv"])
+def test_a_secret_in_a_file_of_packages_is_refused(tmp_path: Path, key: str) -> None:
+    (tmp_path / "packages.txt").write_text("--index-url https://me:hunter2x@host/simple\neinops\n")
+    (tmp_path / "env.yaml").write_text(f"{key}: {tmp_path}/packages.txt")
+    with pytest.raises(SpecError, match=rf"env.yaml:1: {key} has a secret in it, which Ray's list of jobs would show"):
+        load_runtime_env(tmp_path / "env.yaml")
+
+
+def test_a_key_without_a_value_is_as_none(tmp_path: Path) -> None:
+    (tmp_path / "env.yaml").write_text("pip: []\nconda:\nenv_vars:  # none yet\n")
+    assert load_runtime_env(tmp_path / "env.yaml") == {"pip": []}
+
+
+def test_variables_refer_to_others_on_a_cluster_of_its_own_as_on_each(
+    submission: Submission, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("undula.driver.submission.cluster_at_hand", lambda: None)
+    monkeypatch.setenv("MODE", "slow")
+    monkeypatch.setenv("HOSTS", "a")
+    monkeypatch.delenv("NONE", raising=False)
+    started: list[Any] = []
+    monkeypatch.setattr("undula.driver.submission.run_on_own_cluster", lambda *given: started.append(given) or 0)
+    variables = {"MODE": "fast", "HOSTS": "${HOSTS},b$MODE$NONE${NONE}", "LATER": "${HOSTS}!"}
+    submission = replace(submission, runtime_env={}).with_environment(variables, {"env_vars": variables})
+    assert run_submission(submission, None, LiveScreen(io.StringIO()), "follow") == 0
+    for given in started[0][2:4]:
+        assert {name: given[name] for name in variables} == {
+            "MODE": "fast",
+            "HOSTS": "a,bfast$NONE",
+            "LATER": "a,bfast$NONE!",
+        }
 
 
 def test_the_keys_that_undula_sets_are_those_of_ray() -> None:

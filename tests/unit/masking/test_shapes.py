@@ -43,6 +43,7 @@ TEXTS = {
     f"Server=db;Password={SECRET};Timeout=3", f"OSError: https://me:{SECRET}@host, password={SECRET}",
     f'api_key = "{SECRET}"', f"api_key  =  '{SECRET}'", f"password = {SECRET}", f'db.password="{SECRET}"', f"WANDB_API_KEY {HEX}",
     f"export MY_HF_TOKEN {SECRET}", f"\x1b[1mapi_key\x1b[0m=\x1b[33m{SECRET[:4]}\x1b[0m{SECRET[4:]}", f"sk-\x1b[31mlive{RANDOM}\x1b[0m",
+    f"\x1b[01;31m\x1b[Khf_\x1b[m\x1b[K{RANDOM}", f"token \x1b[01;31m\x1b[Khf_{RANDOM}\x1b[m\x1b[K",
     f"INFO:root:{RANDOM}{RANDOM}{RANDOM}Ab1/", f"{RANDOM}+{RANDOM}{RANDOM}{RANDOM[:9]}",
     f"471147471:{RANDOM}{RANDOM[:15]}", f"https://hooks.slack.com/services/T0/{RANDOM}",
 }  # fmt: skip

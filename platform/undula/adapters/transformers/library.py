@@ -124,7 +124,7 @@ def logged_by_script(logged: Mapping[str, Any]) -> dict[str, float]:
 def _numbers(values: Mapping[str, Any]) -> dict[str, float]:
     """Return the values that are numbers, of Python, NumPy or torch, without durations."""
     return {
-        name: float(value)
+        name: float(value.item() if isinstance(value, Tensor) else value)
         for name, value in values.items()
         if not name.endswith(MEASURED)
         and (isinstance(value, Real) or (isinstance(value, Tensor) and value.numel() == 1))

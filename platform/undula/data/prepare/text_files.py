@@ -93,7 +93,7 @@ def csv_integers(store: Store, name: str, column: str) -> Iterator[Decimal]:
 def json_integers(store: Store, name: str, column: str) -> Iterator[Decimal]:
     """Yield the integers of a column of a file of JSON objects. An object may have several lines, and a line several objects."""
     decoder, text = JSONDecoder(parse_int=Decimal), ""
-    for line in io.TextIOWrapper(store.filesystem.open_input_stream(store.path(name)), "utf-8"):
+    for line in io.TextIOWrapper(store.filesystem.open_input_stream(store.path(name)), "utf-8-sig"):
         text += line
         while text := text.lstrip():
             try:

@@ -1,5 +1,6 @@
 """torch's DataLoader over micro-batches. Its processes outlive worker groups, end with their rank, and are replaced if they are lost."""
 
+import copy
 import logging
 import multiprocessing
 import os
@@ -74,6 +75,8 @@ class Loader:
         """Pickled dataset of the loader processes, also for those that replace a lost one."""
         self._digest: bytes | None = None
         """Digest of this dataset; None if it has none."""
+        self._loaded_here: dict[int, Any] = {}
+        """Micro-batches that this process has loaded out of order, by number of samples."""
         self._losses = 0
         if num_workers:
             start_fork_server()  # it imports its modules while this process makes the model
@@ -121,11 +124,17 @@ class Loader:
         return self._requests.sent.popleft(), batch
 
     def load_here(self, items: Items, request: Request) -> Any:
-        """Return a micro-batch that this process loads out of order.
+        """Return a micro-batch of arbitrary samples that this process loads out of order.
 
-        If there are loader processes, it is loaded from a copy of the dataset, which may not be picklable any more after its use.
+        If there are loader processes, it is loaded from a copy of the dataset, which may not be picklable any more after its use, and only
+        once for each number of samples, because the copy of a large dataset takes seconds.
         """
-        return (Items.loads(self._dataset or items.dumps()) if self._num_workers else items)[request]
+        if not self._num_workers:
+            return items[request]
+        size = len(request.ids)
+        if size not in self._loaded_here:
+            self._loaded_here[size] = Items.loads(self._dataset or items.dumps())[request]
+        return copy.deepcopy(self._loaded_here[size])  # a script may change its batches
 
     def free(self) -> None:
         """Free the dataset in this process, which the next group makes anew. The loader processes stay."""

@@ -402,6 +402,13 @@ def test_integers_that_would_be_rounded_are_refused_with_the_value(tmp_path: Pat
         assert [row["id"] for row in rows(tmp_path)] == list(numbers)
 
 
+@pytest.mark.parametrize("name", ["a.csv", "a.jsonl"])
+def test_integers_behind_a_byte_order_mark_that_would_be_rounded_are_refused(tmp_path: Path, name: str) -> None:
+    text_of_ids(tmp_path / name, 2**53 + 1, 0.5)
+    (tmp_path / name).write_bytes(b"\xef\xbb\xbf" + (tmp_path / name).read_bytes())
+    assert "has the integer 9007199254740993 beside fractions" in refusal(tmp_path)
+
+
 def test_integers_in_lists_that_would_be_rounded_are_refused(tmp_path: Path) -> None:
     text_of_ids(tmp_path / "a.jsonl", [1.5, 2], [0, 2**53 + 1])
     assert "has the integer 9007199254740993 beside fractions" in refusal(tmp_path)

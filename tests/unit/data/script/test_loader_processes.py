@@ -138,6 +138,27 @@ def test_a_rank_without_samples_leaves_the_dataset_as_the_next_epoch_sends_it(lo
         loader.renew()
 
 
+copies: list[int] = []
+"""Processes in which the dataset of the next test was unpickled."""
+
+
+class Counting(Drawn):
+    def __setstate__(self, state: Any) -> None:
+        self.__dict__ = state
+        copies.append(os.getpid())
+
+
+def test_a_rank_without_samples_copies_the_dataset_once_and_gets_its_batch_as_new_in_each_step(loader: Loader) -> None:
+    copies.clear()
+    reader = ScriptReader(Items(Counting(), None), loader, PLAN, range(0), 0, "training")
+    for _ in range(3):
+        batch = reader.any_rows(2).batch
+        assert batch.pop("index").tolist() == [0, 1]
+        batch["x"].fill_(torch.nan)
+    assert not torch.isnan(reader.any_rows(2).batch["x"]).any()
+    assert copies == [os.getpid()]
+
+
 class Collate:
     """Collate function that holds a model, as those of sequence-to-sequence models do."""
 
