@@ -157,8 +157,6 @@ def main():
             is_due = isinstance(checkpointing_steps, int) and completed_steps % checkpointing_steps == 0
             if is_due and accelerator.sync_gradients:
                 accelerator.save_state(f"{args.output_dir}/step_{completed_steps}")
-            if completed_steps >= args.max_train_steps:
-                break
 
         model.eval()
         losses = []
