@@ -106,6 +106,8 @@ class AccumulatesByHand(Loop):
         for _ in accelerator.epochs(2):
             for number, (x,) in enumerate(loader):
                 accelerator.backward(model(x).mean() / 2)
+                if accelerator.sync_gradients:
+                    print(number)
                 if (number + 1) % 2 == 0:
                     optimizer.step()
 

@@ -252,7 +252,7 @@ class Accelerator(Processes):
     def accumulate(self, *models: nn.Module) -> Iterator[None]:
         """Surround the work on a batch, which ends a step of the optimizer if it is the last one of the step."""
         steps = self._begun("accelerator.accumulate()")
-        steps.is_accumulating = True
+        steps.is_accumulating = steps.has_accumulated = True
         try:
             yield
         finally:

@@ -49,8 +49,8 @@ class Steps:
         """Number of committed steps."""
         self.step: Step | None = None
         """Step between its first batch and its update; None otherwise."""
-        self.is_accumulating = False
-        """Whether the loop is inside of `accelerator.accumulate`."""
+        self.is_accumulating = self.has_accumulated = False
+        """Whether the loop is inside of `accelerator.accumulate`, and whether it was for the current batch."""
         self.has_advanced = False
         """Whether the script has stepped its scheduler since the last step began."""
         self.was_applied = True
@@ -70,8 +70,8 @@ class Steps:
         self._needs_accumulate = needs_accumulate
         self._has_scheduler = has_scheduler
         self._batch_of, self._undone = batch_of, undone
-        self._is_repeating = False
-        """Whether the current batch is the last one of an epoch once more, which has no effect."""
+        self._repeats = self._is_repeating = False
+        """Whether the next or the current batch is the last one of an epoch once more, which has no effect."""
         self._plan = run.plan
         self._steps = run.steps()
         self._batches: Iterator[Any] = iter(())
@@ -92,7 +92,7 @@ class Steps:
         current = max(self.done - 1, 0) // per_epoch
         if self.done != self._end_of(current):
             return range(self.done // per_epoch, last)
-        self._is_repeating = is_unfinished
+        self._repeats = is_unfinished
         return range(current + (not is_unfinished), last)
 
     def _end_of(self, epoch: int) -> int:
@@ -118,10 +118,13 @@ class Steps:
         Raises:
             UsageError: The script does not end each step with its optimizer, or does not step its scheduler there.
         """
-        if self._is_repeating:
-            with self._undone():
-                yield self._batch_of(self.done - 1)
-            self._is_repeating = False
+        if self._repeats:
+            self._repeats, self._is_repeating = False, True
+            try:
+                with self._undone():
+                    yield self._batch_of(self.done - 1)
+            finally:
+                self._is_repeating = False
         while self.done < self._end_of(epoch):
             self.step = step = next(self._steps)
             self.has_advanced = False
@@ -129,9 +132,9 @@ class Steps:
             for batch in self._batches:
                 assert step.micro_batch is not None
                 self._samples = step.micro_batch.samples
-                self._is_after = self._has_gradient = self._has_asked = False
+                self._is_after = self._has_gradient = self._has_asked = self.has_accumulated = False
                 yield batch
-                if not (self._is_after or self._has_asked):
+                if not (self._is_after or (self._has_asked and self.has_accumulated)):
                     raise UsageError(_without_update(step.index))
                 step.keep_gradients()  # a loop may call model.zero_grad() after optimizer.step() of each batch
             if not step.updated:
