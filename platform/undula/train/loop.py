@@ -12,10 +12,11 @@ from undula.recovery.live_state import LiveState
 from undula.recovery.progress import BETWEEN_STEPS
 from undula.recovery.restore import Restored
 from undula.recovery.worker_state import LeaveGroup
-from undula.state.events import ValidationEvent
+from undula.state.events import ValidationEvent, WarningEvent
 from undula.state.goals import LOSS, ValidationResults
 from undula.train.arithmetic import STATE, arithmetic_of
 from undula.train.attempt import Attempt, close_in_thread
+from undula.train.beside import StateBeside
 from undula.train.boundary import StepBoundary
 from undula.train.measurement import StepPhases
 from undula.train.micro_batches import MicroBatches
@@ -128,13 +129,16 @@ class TrainingLoop:
             repeats = script_state.is_used and self._after is None
             self.boundary.settle(owed_since if repeats else None)
             index = start
+            beside = StateBeside(self.model.engine.module) if start == 0 and setup.layout.is_first else None
             while not self._ends(index):
                 yield (step := self._step(index))
                 if not step.updated:
                     raise UsageError(
                         f"step {index} ended without step.update(); call it after the loop over step.batches()"
                     )
-                index += step.merged_steps
+                if beside and (changed := beside.changed()):
+                    self.attempt.report(WarningEvent("state_beside_model", changed, step=step.index + 1))
+                index, beside = index + step.merged_steps, None
                 self.attempt.require_finite(is_end=self._ends(index))
                 self._end_step(step.index, index)
             if index == start and not is_saved:

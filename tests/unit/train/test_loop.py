@@ -15,6 +15,7 @@ import pytest
 import torch
 from numbers_job import begin, cpu_run, numbers_job, run_batches, trained, write_numbers
 from torch import nn
+from torch.optim.swa_utils import AveragedModel
 
 from undula.data.spec import ValidationSpec
 from undula.errors import RunError, StorageError, SupersededError, UsageError
@@ -260,6 +261,36 @@ def test_a_finished_run_holds_no_model(job: Job) -> None:
     del model, step, steps
     gc.collect()  # a worker does the same when it joins the next group, because torch leaves reference cycles
     assert held() is None
+
+
+class Centre(nn.Module):
+    """Part of a loss that keeps a mean of the batches, as that of DINO does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(()))
+        self.register_buffer("weight", torch.ones(()))
+
+    def forward(self, values: torch.Tensor) -> torch.Tensor:
+        self.mean = 0.9 * self.mean + 0.1 * values.detach().mean()
+        return values - self.mean * self.weight
+
+
+@pytest.mark.parametrize("place", ["beside", "average", "inside", "constant"])
+def test_a_module_beside_the_model_whose_state_changes_is_told(job: Job, place: str) -> None:
+    run, net, centre = cpu_run(job), nn.Linear(1, 1), Centre()
+    begin(run, nn.ModuleDict({"net": net, "centre": centre}) if place == "inside" else net)
+    average = AveragedModel(net) if place == "average" else None
+    for step in run.steps():
+        for batch in step.batches():
+            out = net(batch["x"][:, None] / 48)
+            step.backward((centre(out) if place in ("beside", "inside") else out * centre.weight).square().mean())
+        step.update()
+        if average is not None:
+            average.update_parameters(net)
+    warnings = events_of(read_ledger(Store(job.run_url)).events, WarningEvent)
+    told = [event.detail for event in warnings if event.code == "state_beside_model"]
+    assert told == {"beside": ["Centre.mean"], "average": ["AveragedModel.n_averaged"]}.get(place, [])
 
 
 def test_numbers_that_a_script_logs_after_its_last_step_are_kept(job: Job) -> None:

@@ -280,7 +280,7 @@ class TrackerEvent(Event):
 WarningCode = Literal[
     "checkpoint_skipped", "checkpoint_failed", "checkpoints_not_removed", "no_snapshots", "no_replicas", "state_at_risk",
     "no_room_for_state", "no_validation", "no_validation_data", "batch_rule", "other_rates", "mixed_machines", "gradient_overflow",
-    "no_finite_gradients", "non_finite_gradient", "node_refused", "unfinished_work", "sync_batch_norm",
+    "no_finite_gradients", "non_finite_gradient", "node_refused", "unfinished_work", "sync_batch_norm", "state_beside_model",
 ]  # fmt: skip
 _WARNINGS: Mapping[WarningCode, str] = {
     "checkpoint_skipped": "A damaged checkpoint is not used: {detail}.",
@@ -293,6 +293,8 @@ _WARNINGS: Mapping[WarningCode, str] = {
     "node_refused": "A worker cannot train on its node, and the run continues without that node: {detail}.",
     "sync_batch_norm": "SyncBatchNorm takes its statistics over the samples of each virtual worker, as BatchNorm does, because over all "
     "workers they would depend on the number of workers: {detail}; use BatchNorm to avoid this message.",
+    "state_beside_model": "{detail} changes in a step but is no part of the model, so that it begins anew after a resume and, if batches "
+    "change it, depends on the number of workers; make its module a part of the one that run.model() gets.",
     "no_room_for_state": "The head has no room for the state of the workers that leave, so it is saved to storage.",
     "unfinished_work": "The state after step {detail} is not used, because the group ended while the script worked after step.update() "
     "or had other weights in the model; the run resumes from an older state. With run.state(), a script can repeat such work.",
