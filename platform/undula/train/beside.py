@@ -34,9 +34,11 @@ class StateBeside:
 
 
 def _tensors(layer: nn.Module) -> dict[str, Tensor]:
-    """Return the tensors of a layer itself, which may not be initialized."""
-    parts = (vars(layer).get(part) or {} for part in ("_parameters", "_buffers"))
-    return {name: tensor for part in parts for name, tensor in part.items() if tensor is not None}
+    """Return the tensors of a layer itself; none of one that is not initialized."""
+    try:
+        return {**dict(layer.named_parameters(recurse=False)), **dict(layer.named_buffers(recurse=False))}
+    except AttributeError:
+        return {}
 
 
 def _version(tensor: Tensor) -> int:
