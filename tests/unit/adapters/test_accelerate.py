@@ -167,13 +167,25 @@ def test_work_after_an_epoch_is_done_once(tmp_path: Path) -> None:
     assert read_ledger(store_of(job)).steps["step"].to_pylist() == list(range(6))
 
 
+class KeepsMean(nn.Module):
+    """Layer that puts another tensor in the place of its buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.mean = self.mean * 0.5 + x.detach().mean(dim=0)
+        return x + self.mean
+
+
 class UsesItsLoop(Interrupted):
     """Script whose work after an epoch uses what its loop over batches has left, and whose model keeps statistics of batches."""
 
     def __call__(self) -> None:
         accelerator = Accelerator()
         torch.manual_seed(3)
-        model = nn.Sequential(nn.BatchNorm1d(2), nn.Dropout(0.5), nn.Linear(2, 1))
+        model = nn.Sequential(KeepsMean(), nn.BatchNorm1d(2), nn.Dropout(0.5), nn.Linear(2, 1))
         loader, model, optimizer = accelerator.prepare(self.loader(), model, self.optimizer(model))
         self.before(accelerator)
         for epoch in accelerator.epochs(2):

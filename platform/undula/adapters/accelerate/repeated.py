@@ -28,14 +28,16 @@ def last_batch(run: Run, loader: "DataLoader[Any]", step: int) -> Any:
 @contextmanager
 def undone(model: nn.Module, registered: Sequence[Any]) -> Iterator[None]:
     """Undo what a block changes: buffers of the model, objects of the script with a state, and the random number generators."""
-    before = [(buffer, buffer.clone()) for buffer in model.buffers()]
+    layers = [(layer, dict(layer.named_buffers(recurse=False))) for layer in model.modules()]
+    before = [(layer, name, buffer, buffer.clone()) for layer, own in layers for name, buffer in own.items()]
     states = [deepcopy(each.state_dict()) for each in registered]
     with kept_random_state():
         try:
             yield
         finally:
             with torch.no_grad():
-                for buffer, value in before:
+                for layer, name, buffer, value in before:
                     buffer.copy_(value)
+                    setattr(layer, name, buffer)  # a forward pass may put another tensor in its place
             for each, state in zip(registered, states, strict=True):
                 each.load_state_dict(state)

@@ -240,7 +240,7 @@ class Steps:
             next(self._batches, None)  # ends the loop over the batches of the step
             norm = step.reduce(max_norm)
         # A worker with one batch in each step has a norm for each, but it may be another one in the next group.
-        return norm if self._has_asked else norm.as_subclass(UnknownNorm)
+        return norm if step.is_last and self._has_asked else norm.as_subclass(UnknownNorm)
 
     def update(self) -> None:
         """Commit the step after its last batch; do nothing before."""
