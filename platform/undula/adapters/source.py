@@ -22,9 +22,9 @@ def refuse_break(script: FrameType) -> None:
     loops = [node for each in read for node in ast.walk(each) if isinstance(node, ast.For)]
     if lines := [line for loop in loops for line in _breaks(loop)]:
         raise UsageError(
-            f"{Path(script.f_code.co_filename).name}:{min(lines)}: this `break` leaves the loop over batches, which ends a training only "
-            "in a script that is never interrupted: one that continues counts its steps anew; set plan.max_steps in the job's YAML to "
-            "where it comes, and it may stay, or remove it"
+            f"{Path(script.f_code.co_filename).name}:{min(lines)}: this `break` leaves the loop over batches after a number of "
+            "steps that the script counts itself, and after an interruption it would count them from 0; set plan.max_steps in the job's "
+            "YAML to that number, with which the `break` may stay, or remove it"
         )
 
 

@@ -304,7 +304,7 @@ def _run_on_cluster(submission: Submission, dashboard: str, option: str, screen:
 
 
 def _noting_what_is_left_out(submission: Submission, screen: LiveScreen) -> Submission:
-    """Say which files beside the script are not sent although nobody has told Ray so, and have errors about them say it, too."""
+    """Show which files beside the script a .gitignore keeps from the cluster, and let errors about these files say so."""
     from undula.elastic.ray.ignored_files import SENDS_ALL, ignored_by_git
 
     folder, runtime_env = submission.script.parent, submission.runtime_env

@@ -1,4 +1,4 @@
-"""Modules beside the model of a run: their state does not belong to the run's, which is told when the first step has changed it."""
+"""State of modules that are no part of the model, which is lost when a run resumes. The first step shows whether there is any."""
 
 import gc
 

@@ -61,8 +61,8 @@ class TrainingLoop:
         self._setup, self._parts = setup, parts
         self._arithmetic = arithmetic_of(layout.device, job.compiled) if job.deterministic else None
         self._results = ValidationResults()
-        self._first_means: Mapping[str, float] = {}
-        """Means of the validation before the first step, which is none of the run's results."""
+        self._means: Mapping[str, float] = {}
+        """Means of the newest validation of this group, also of one before the first step; empty if there was none."""
         self.model = TrainedModel(job, setup.plan, layout, parts.engine, parts.model, parts.rates)
         self.attempt = Attempt(setup)
         self.saver = StateSaver(setup, self.attempt, LiveState(parts.model, parts.engine.optimizer, self._beside))
@@ -97,7 +97,7 @@ class TrainingLoop:
     @property
     def means(self) -> Mapping[str, float]:
         """Means of the newest validation by name; empty before the first one."""
-        return self._results.means or self._first_means
+        return self._means or self._results.means
 
     def stop(self, reason: str) -> None:
         """End the run after the step that was committed last."""
@@ -270,7 +270,7 @@ class TrainingLoop:
         if problem := self._setup.job.problem_with_means(means):
             raise UsageError(problem)
         self._results.add(done, means)
-        self._first_means = means
+        self._means = means
         others = {name: mean for name, mean in means.items() if name != LOSS}
         self.attempt.report(ValidationEvent(means[LOSS], samples, others, step=done))
 

@@ -90,7 +90,7 @@ def index_files(listing: Listing, advance: Callable[[int], None], out: str | Non
 
 
 def renew_copy(url: str) -> None:
-    """Write the manifest of a data set anew if the data set is a copy, whose files have other versions than those that were indexed.
+    """Update the manifest of a copied data set, whose files have other modification times or ETags than the manifest says.
 
     Files are copies if they are at another place than the indexed ones, and have their names, sizes and footers. Otherwise nothing is done.
 

@@ -72,7 +72,7 @@ class Loader:
         self._loader: DataLoader[Any] | None = None
         self._batches: Iterator[Any] | None = None
         self._dataset: bytes | None = None
-        """Pickled dataset of the loader processes, also for those that replace a lost one."""
+        """Pickled dataset that the loader processes have. A process that replaces a lost one gets it, too."""
         self._digest: bytes | None = None
         """Digest of this dataset; None if it has none."""
         self._loaded_here: dict[int, Any] = {}

@@ -4,8 +4,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 PATIENCE_S = 20.0
-"""Seconds without a change after which the least patient run gives its ready workers back. The next one does so after twice as long, the
-third one after three times as long, so that one run at a time gives way."""
+"""Seconds without a change after which the run with the least patience gives back its ready workers. The run with the next least waits
+twice as long, and so on, so that only one run gives way at a time."""
 
 
 @dataclass(frozen=True)
