@@ -1,6 +1,7 @@
 """State of modules that are no part of the model, which is lost when a run resumes. The first step shows whether there is any."""
 
 import gc
+from itertools import chain, starmap
 
 from torch import Tensor, nn
 
@@ -15,11 +16,10 @@ class StateBeside:
     def __init__(self, model: nn.Module):
         inside = {id(layer) for layer in model.modules()}
         own = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
-        # The class is asked, because isinstance() would run code of stand-ins for objects that are made when they are used.
-        beside = [it for it in gc.get_objects() if issubclass(type(it), nn.Module) and id(it) not in inside]
         self._before = [
             (layer, name, tensor, _version(tensor))
-            for layer in beside
+            for layer in _modules()
+            if id(layer) not in inside
             for name, tensor in _tensors(layer).items()
             if id(tensor) not in own
         ]
@@ -31,6 +31,19 @@ class StateBeside:
             if now is not tensor or _version(now) != version:
                 return f"{type(layer).__name__}.{name}"
         return None
+
+
+def _modules() -> list[nn.Module]:
+    """Return the modules that exist in this process.
+
+    ``gc.get_objects()`` also gives tuples that other threads are building, which fail with a SystemError if they go on
+    while somebody holds them. So its list exists only within a call that runs no Python code and keeps the
+    interpreter's lock, and only the classes come out; their instances are then among what refers to a class.
+    """
+    objects = chain.from_iterable(starmap(gc.get_objects, [()]))
+    classes = set(filter(nn.Module.__subclasscheck__, map(type, objects)))
+    # The class is asked, because isinstance() would run code of stand-ins for objects that are made when they are used.
+    return [each for each in gc.get_referrers(*classes) if issubclass(type(each), nn.Module)]
 
 
 def _tensors(layer: nn.Module) -> dict[str, Tensor]:
