@@ -22,6 +22,11 @@ def prepared(module):
         fully_shard(block)
     return fully_shard(module)
 """
+AWAITED = """
+def before(step):
+    if step._layout.world_size == 1 and 15 < step.index < 60:
+        time.sleep(3)  # until the second rank has joined, for which the faults wait
+"""
 STALL = """
 def before(step):
     if step.index == 20 and step._layout.rank == 1:
@@ -51,8 +56,7 @@ def test_a_sharded_model_survives_resizes_and_lost_ranks(spot: Nodes, text: str,
         "checkpoint.every_steps=1000",
         "schedule.base_lr=3e-4",
     )
-    # Processes of another rank must start before the plan ends, also on a slow machine: the last two faults wait for it.
-    job = command(text, str(tmp_path), "sharded", *settings, script=wrapped(tmp_path, HOOK, pace_s=0.5))
+    job = command(text, str(tmp_path), "sharded", *settings, script=wrapped(tmp_path, HOOK + AWAITED, pace_s=0.3))
     chaos = run_through(parse_faults(SCHEDULE), spot, job, f"{tmp_path}/sharded")
     assert len(chaos.injected) >= 3
     # No checkpoint is written before the end, so the state of a lost rank comes from the copy at the controller.

@@ -117,7 +117,11 @@ def await_probe(cluster: Nodes, node: str, process: "subprocess.Popen[str]") -> 
 
 
 def test_a_healthy_cluster_passes(two_nodes: Nodes, tmp_path: Path) -> None:
-    examined = examine(two_nodes.cluster, tmp_path / "runs")
+    deadline = time.monotonic() + LIMIT_S
+    while True:
+        examined = examine(two_nodes.cluster, tmp_path / "runs")
+        if not examined.facts["unresponsive"] or time.monotonic() > deadline:
+            break  # a node of a busy machine can be too late for its report
     assert examined.of("fail") == {}
     assert examined.status == 0
     assert set(examined.of("warn")) <= OF_THIS_MACHINE

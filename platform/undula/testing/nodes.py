@@ -31,7 +31,7 @@ AGENTS = ("dashboard-agent-grpc", "dashboard-agent-listen", "metrics-export", "r
 they have not started after 15 s, as on a busy machine."""
 AGENTS_LIMIT_S = 120
 """Maximum seconds until the agents of a node answer, before its first worker starts."""
-ANSWER_LIMIT_S = 30.0
+ANSWER_LIMIT_S = 120.0
 """Time limit in seconds for an answer of the head, which is slow while many nodes start on few cores."""
 
 
