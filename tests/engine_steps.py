@@ -10,7 +10,8 @@ from undula.parallel.engines.engine import Engine
 from undula.parallel.engines.select import make_engine
 from undula.parallel.layout import join_layout
 from undula.parallel.spec import EngineSettings, GradientSpec
-from undula.plan.plan import MicroBatch, assign
+from undula.plan.plan import MicroBatch
+from undula.plan.tree import assign
 
 FP16 = GradientSpec(compression="fp16")
 ADASUM = GradientSpec(reduce="adasum")

@@ -72,10 +72,6 @@ class Feature:
     num_workers: int | None = None
     """Number of loader processes of `on_drawn`, whose dataset replaces the stored one."""
 
-    @property
-    def is_deterministic(self) -> bool:
-        return self.num_workers is not None or "deterministic" in self.settings
-
     def job(self, folder: Path) -> Job:
         """Return a job that validates, with a data set of its own."""
         if self.num_workers is not None:
@@ -85,7 +81,6 @@ class Feature:
         return replace(job, **self.settings)
 
 
-DETERMINISTIC = {"deterministic": True}
 FP16 = {"precision": PrecisionSpec("fp16")}
 OVERFLOWING = {"global_batch": 48, "epochs": 12}
 """Plan of steps that consume all samples and so also the one that overflows."""
@@ -102,27 +97,27 @@ def ruled(rule: Any) -> dict[str, Any]:
 
 def blocks(keep: str, like: str | None = "activations=all") -> Feature:
     """Return a row with a policy for activations."""
-    return Feature(Loop(Blocks, adamw), {**DETERMINISTIC, "activations": ActivationsSpec(keep)}, like=like)  # type: ignore[arg-type]
+    return Feature(Loop(Blocks, adamw), {"activations": ActivationsSpec(keep)}, like=like)  # type: ignore[arg-type]
 
 
 FEATURES: dict[str, Feature] = {
     "plain": Feature(),
-    "deterministic": Feature(Loop(Averaged), DETERMINISTIC),
+    "deterministic": Feature(Loop(Averaged), {"deterministic": True}),
     "buffers": Feature(Loop(Averaged)),
     "counts in buffers": Feature(Loop(Counting)),
-    "BatchNorm": Feature(Loop(normed(nn.BatchNorm1d)), DETERMINISTIC),
-    "SyncBatchNorm": Feature(Loop(normed(nn.SyncBatchNorm)), DETERMINISTIC, like="BatchNorm"),
+    "BatchNorm": Feature(Loop(normed(nn.BatchNorm1d))),
+    "SyncBatchNorm": Feature(Loop(normed(nn.SyncBatchNorm)), like="BatchNorm"),
     "sparse gradients": Feature(Loop(Embedded, partial(sgd, momentum=0.0))),
     "sharded": Feature(Loop(partial(network, True)), plan={"micro_batch": 2, "epochs": 2}, like="whole"),
     "whole": Feature(plan={"micro_batch": 2, "epochs": 2}),
     "clipped": Feature(settings={"gradient": GradientSpec(max_norm=0.1)}),
     "adasum": Feature(settings={"gradient": GradientSpec(reduce="adasum")}),
     "noise scale": Feature(settings={"gradient": GradientSpec(noise_every_steps=1)}),
-    "rule noise_scale": Feature(settings={**DETERMINISTIC, **ruled("noise_scale")}),
+    "rule noise_scale": Feature(settings=ruled("noise_scale")),
     "rule adascale": Feature(settings=ruled("adascale")),
     "rule surge": Feature(settings=ruled("surge")),
     "bf16": Feature(settings={"precision": PrecisionSpec("bf16")}),
-    "bf16, deterministic": Feature(Loop(Blocks, adamw), {**DETERMINISTIC, "precision": PrecisionSpec("bf16")}),
+    "bf16, blocks": Feature(Loop(Blocks, adamw), {"precision": PrecisionSpec("bf16")}),
     "fp16": Feature(Loop(two_layers, adamw, overflowing), FP16, OVERFLOWING),
     "fp16, sharded": Feature(Loop(partial(two_layers, True), adamw, overflowing), FP16, OVERFLOWING, like="fp16"),
     "activations=all": blocks("all", like=None),
@@ -130,16 +125,16 @@ FEATURES: dict[str, Feature] = {
     "activations=selective": blocks("selective"),
     "activations=sqrt": blocks("sqrt"),
     "offloaded": Feature(settings={"activations": ActivationsSpec("all", offload=True, units=("0", "2"))}, like="plain"),
-    "compiled": Feature(Loop(with_dropout, adamw), {**DETERMINISTIC, "compile": True}, {"global_batch": 20, "epochs": 2}),
-    "lars": Feature(Loop(optimize=of_name("lars")), DETERMINISTIC),
-    "lamb": Feature(Loop(optimize=of_name("lamb")), DETERMINISTIC),
+    "compiled": Feature(Loop(with_dropout, adamw), {"deterministic": True, "compile": True}, {"global_batch": 20, "epochs": 2}),
+    "lars": Feature(Loop(optimize=of_name("lars"))),
+    "lamb": Feature(Loop(optimize=of_name("lamb"))),
     "one cycle": Feature(Loop(schedule=lambda of: OneCycleLR(of, max_lr=0.2, total_steps=9))),
     "schedulers in sequence": Feature(
         Loop(schedule=lambda of: SequentialLR(of, [LambdaLR(of, lambda k: k / 2), StepLR(of, 1)], milestones=[2]))
     ),
-    "mean over tokens": Feature(on_tokens, DETERMINISTIC, SHORT),
-    "random numbers": Feature(Loop(loss=with_random_numbers, between=lambda: float(drawn())), DETERMINISTIC),
-    "named means": Feature(Loop(validate=named_means), DETERMINISTIC, {"micro_batch": 2, "global_batch": 20, "epochs": 3}),
+    "mean over tokens": Feature(on_tokens, plan=SHORT),
+    "random numbers": Feature(Loop(loss=with_random_numbers, between=lambda: float(drawn()))),
+    "named means": Feature(Loop(validate=named_means), plan={"micro_batch": 2, "global_batch": 20, "epochs": 3}),
     "short last step": Feature(plan={"global_batch": 20, "epochs": 3}),
     "uneven micro-batches": Feature(plan={"global_batch": 16, "micro_batch": 3, "max_steps": 7, "epochs": 3}),
     "no samples": Feature(without_samples(False), plan=SHORT),

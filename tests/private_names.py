@@ -17,10 +17,6 @@ ALLOWED: Mapping[str, Mapping[str, str]] = {
         "_indices_data_files": "data.prepare.sources",
         "_indices_files": "data.prepare.sources",
     },
-    "horovod 0.28": {
-        "_allreduce_grad_async": "parallel.reduce.horovod",
-        "_handles": "parallel.reduce.horovod",
-    },
     "numpy 2.4": {
         "numpy.random.mtrand._rand": "data.script.generators",
     },

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from undula.parallel.device_clock import mark_on
-from undula.parallel.reduce.exact import ExactSum
+from undula.parallel.reduce.tree_sum import TreeSum
 from undula.state.digest import additive_digest
 from undula.state.pieces import rank_state
 from undula.train.buffers import BufferMean
@@ -44,17 +44,15 @@ def test_dropout_of_a_micro_batch_does_not_depend_on_what_was_drawn_before(devic
     assert torch.equal(*drawn)
 
 
-def test_exact_sums_and_digests_are_those_of_the_cpu(device: torch.device) -> None:
+def test_sums_and_digests_are_those_of_the_cpu(device: torch.device) -> None:
     torch.manual_seed(0)
     terms = [torch.randn(1000) * 10.0**power for power in range(-6, 4)]
     sums, digests = [], []
     for place in (torch.device("cpu"), device):
-        exact = ExactSum([terms[0].to(place)])
-        for term in terms:
-            exact.add([term.to(place)])
-        (total,) = exact.values()
-        assert total is not None
-        sums.append(total.cpu())
+        tree = TreeSum(None, len(terms))
+        for virtual_worker, term in enumerate(terms):
+            tree.add(virtual_worker, term.to(place))
+        sums.append(tree.total(like=terms[0].to(place)).cpu())
         digests.append(additive_digest(rank_state({"w": terms[0].to(place)}).pieces))
     assert torch.equal(*sums)
     assert digests[0] == digests[1]
@@ -64,7 +62,8 @@ def test_a_buffer_that_a_forward_pass_makes_on_the_cpu_moves_to_the_gpu(device: 
     module = nn.Linear(1, 1).to(device)
     module.register_buffer("seen", None)
     summed: list[str] = []
-    buffers = BufferMean(module, lambda tensor: summed.append(tensor.device.type))
+    buffers = BufferMean(module)
+    buffers._all_reduce = lambda tensor: summed.append(tensor.device.type)
     buffers.begin_step()
     buffers.begin_micro_batch()
     module.seen = torch.ones(2)

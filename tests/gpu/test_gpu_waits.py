@@ -36,15 +36,14 @@ def waits(job: Job, device: torch.device) -> list[int]:
     return found
 
 
-@pytest.mark.parametrize(("deterministic", "most"), [(False, 1), (True, 3)])
+@pytest.mark.parametrize("deterministic", [False, True])
 def test_a_step_of_four_virtual_workers_waits_for_the_gpu_once(
-    tmp_path: Path, device: torch.device, deterministic: bool, most: int
+    tmp_path: Path, device: torch.device, deterministic: bool
 ) -> None:
-    """A deterministic job also reads which gradients and which buffers have sums."""
     job = replace(numbers_job(tmp_path, epochs=3, virtual_workers=4), deterministic=deterministic)
     # The thread that takes snapshots waits for its copies, which the step does not.
     job = replace(job, checkpoint=replace(job.checkpoint, every_steps=10**6, snapshot_every_steps=0))
     try:
-        assert max(waits(job, device)[2:9]) <= most  # the tenth step of a deterministic job computes a digest
+        assert max(waits(job, device)[2:9]) <= 1  # the tenth step computes a digest
     finally:
         torch.use_deterministic_algorithms(False)

@@ -31,7 +31,7 @@ from undula.telemetry.hub import output_to_driver
 from undula.telemetry.messages import Publisher
 from undula.telemetry.waits import WaitPublisher
 from undula.train.job import Job
-from undula.train.randomness import compute_deterministically
+from undula.train.randomness import compute_deterministically, fix_threads
 from undula.train.rehearsal import rehearse
 from undula.train.run import Run
 from undula.train.script_file import ScriptFile, make_ready
@@ -115,6 +115,7 @@ class JobWorker:
 
 def prepare_worker(job: Job, publish: Publisher) -> None:
     """Prepare a worker's process for a job before it computes anything."""
+    fix_threads()
     if job.deterministic:
         compute_deterministically()
     if job.compile:

@@ -10,6 +10,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from undula.errors import RunError
+from undula.state.squares import square_sums
 
 
 class LayerwiseOptimizer(Optimizer):
@@ -57,12 +58,9 @@ def batches(params: Iterable[Tensor], optimizer: str) -> list[list[Tensor]]:
 def norms(tensors: Sequence[Tensor]) -> Tensor:
     """Return the L2 norm of each whole tensor, even if ranks hold shards of it. All ranks must call this together.
 
-    The norms of all sharded tensors take one collective. Norms of 16-bit tensors are in float32, because float16 ends at 65,504 and
-    bfloat16 has only eight bits.
+    The norms of all sharded tensors take one collective. They do not depend on how the tensors are sharded.
     """
-    dtype = torch.float32 if tensors[0].dtype in (torch.bfloat16, torch.float16) else None
-    of_all = torch.stack(torch._foreach_norm(list(tensors), 2, dtype=dtype))
-    return of_all.full_tensor() if isinstance(of_all, DTensor) else of_all
+    return square_sums([[tensor] for tensor in tensors]).sqrt()
 
 
 def local(tensors: Iterable[Tensor]) -> list[Tensor]:

@@ -7,7 +7,7 @@ from typing import Literal
 
 from undula.parallel.spec import EngineSettings
 
-EngineKind = Literal["fsdp", "exact", "adasum", "horovod", "data parallel"]
+EngineKind = Literal["fsdp", "adasum", "data parallel"]
 
 
 class Feature(StrEnum):
@@ -17,7 +17,7 @@ class Feature(StrEnum):
     DETERMINISTIC = "deterministic=true"
     ADASUM = "gradient.reduce=adasum"
     HOROVOD = "engine=horovod"
-    FP16_GRADIENTS = "gradient.compression=fp16"
+    COMPRESSION = "gradient.compression"
     NOISE_SCALE = "gradient.noise_every_steps, or a schedule.batch_rule that measures noise,"
     SPARSE_GRADIENTS = "a model with sparse gradients (sparse=True)"
     BF16 = "precision.compute=bf16"
@@ -36,18 +36,21 @@ class Capabilities:
     """Features that the engine supports in addition to the one that selects it."""
     equal_rounds: bool = False
     """Whether all ranks must run the same number of micro-batches, because forward and backward passes contain collectives."""
+    same_bits: bool = True
+    """Whether a run has the same bits at any number of ranks: on CPUs of one kind, and on GPUs of one kind with deterministic=true."""
 
 
 FORMATS = frozenset({Feature.BF16, Feature.FP16, Feature.HALF_PARAMETERS})
 """Features about number formats, each of which every engine supports. CONFLICTS has those that exclude each other."""
-FSDP = Capabilities("fsdp", Feature.SHARDED, FORMATS, equal_rounds=True)
-EXACT = Capabilities("exact", Feature.DETERMINISTIC, FORMATS | {Feature.HOROVOD, Feature.NOISE_SCALE})
-ADASUM = Capabilities("adasum", Feature.ADASUM, FORMATS | {Feature.HOROVOD})
-HOROVOD = Capabilities("horovod", Feature.HOROVOD, FORMATS | {Feature.FP16_GRADIENTS, Feature.NOISE_SCALE})
+FSDP = Capabilities("fsdp", Feature.SHARDED, FORMATS, equal_rounds=True, same_bits=False)
+ADASUM = Capabilities("adasum", Feature.ADASUM, FORMATS | {Feature.DETERMINISTIC, Feature.HOROVOD})
 DATA_PARALLEL = Capabilities(
-    "data parallel", None, FORMATS | {Feature.FP16_GRADIENTS, Feature.NOISE_SCALE, Feature.SPARSE_GRADIENTS}
+    "data parallel",
+    None,
+    FORMATS
+    | {Feature.DETERMINISTIC, Feature.HOROVOD, Feature.COMPRESSION, Feature.NOISE_SCALE, Feature.SPARSE_GRADIENTS},
 )
-ENGINES = (FSDP, EXACT, ADASUM, HOROVOD, DATA_PARALLEL)
+ENGINES = (FSDP, ADASUM, DATA_PARALLEL)
 """Engines in order of precedence. The first engine whose selecting feature a job requires trains the job; the last is the default."""
 
 _ROUNDED = (
@@ -55,11 +58,6 @@ _ROUNDED = (
     "products are still computed in 16 bits"
 )
 CONFLICTS: Mapping[tuple[Feature, Feature], str] = {
-    (
-        Feature.FP16_GRADIENTS,
-        Feature.FP16,
-    ): "because sums of gradients that contain the loss scale would exceed the range of fp16; "
-    "set gradient.compression=none or precision.compute=bf16",
     (Feature.HALF_PARAMETERS, Feature.BF16): _ROUNDED,
     (Feature.HALF_PARAMETERS, Feature.FP16): _ROUNDED,
 }
@@ -73,7 +71,7 @@ def features_of(settings: EngineSettings) -> set[Feature]:
         Feature.HOROVOD: settings.engine == "horovod",
         Feature.DETERMINISTIC: settings.deterministic,
         Feature.ADASUM: gradient.reduce == "adasum",
-        Feature.FP16_GRADIENTS: gradient.compression == "fp16",
+        Feature.COMPRESSION: gradient.compression != "none",
         Feature.NOISE_SCALE: settings.measures_noise,
         Feature.BF16: settings.compute == "bf16",
         Feature.FP16: settings.compute == "fp16",
@@ -108,6 +106,9 @@ def markdown_table() -> str:
             for engine in ENGINES
         )
         lines.append(f"| {feature} | {' | '.join(cells)} |")
+    lines.append(
+        f"| the same bits at any number of workers | {' | '.join('yes' if each.same_bits else '' for each in ENGINES)} |"
+    )
     return "\n".join(lines)
 
 

@@ -1,6 +1,6 @@
 """Collectives of torch.distributed over the ranks of a process group."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TypeAlias
 
@@ -13,6 +13,8 @@ from undula.state.checkpoint import SAVING
 
 AllReduce: TypeAlias = Callable[[Tensor], None]
 """Function that sums a tensor over the ranks of a process group, in place."""
+AllRows: TypeAlias = Callable[[Tensor, Sequence[int]], Tensor]
+"""Function that returns the rows of all ranks in one tensor, given those of this rank and the number of rows of each rank."""
 
 
 def all_reduce_over(group: dist.ProcessGroup) -> AllReduce:
@@ -23,6 +25,23 @@ def all_reduce_over(group: dist.ProcessGroup) -> AllReduce:
 def _all_reduce(group: dist.ProcessGroup, tensor: Tensor) -> None:
     if dist.get_world_size(group) > 1:
         dist.all_reduce(tensor, group=group)
+
+
+def all_rows(group: dist.ProcessGroup, own: Tensor, rows: Sequence[int]) -> Tensor:
+    """Return the rows of all ranks in one tensor, given the number of rows of each rank. All ranks must call this.
+
+    Args:
+        group: Process group of the ranks.
+        own: Rows of this rank; shape [rows, ...].
+        rows: Number of rows of each rank.
+    """
+    if len(rows) == 1:
+        return own
+    padded = own.new_zeros(max(rows), *own.shape[1:])
+    padded[: len(own)] = own
+    gathered = [torch.empty_like(padded) for _ in rows]
+    dist.all_gather([as_bytes(of_rank) for of_rank in gathered], as_bytes(padded), group=group)
+    return torch.cat([of_rank[:count] for of_rank, count in zip(gathered, rows, strict=True)])
 
 
 def any_rank(flag: bool, group: dist.ProcessGroup) -> bool:

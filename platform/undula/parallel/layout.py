@@ -6,7 +6,8 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from undula.plan.plan import Plan, assign
+from undula.plan.plan import Plan
+from undula.plan.tree import Node, assign, roots
 
 
 @dataclass(frozen=True)
@@ -50,6 +51,10 @@ class Layout:
     def assignment(self, virtual_workers: int) -> tuple[range, ...]:
         """Return the virtual workers of each cell, given the number of all virtual workers."""
         return assign(virtual_workers, self.num_cells)
+
+    def roots(self, virtual_workers: int) -> list[tuple[Node, ...]]:
+        """Return the roots of each cell, in the tree over all virtual workers."""
+        return [roots(virtual_workers, share.start, share.stop) for share in self.assignment(virtual_workers)]
 
     def virtual_workers(self, virtual_workers: int) -> range:
         """Return the virtual workers of this rank's cell, given the number of all virtual workers."""

@@ -13,7 +13,7 @@ from undula.plan.precision import Compute
 
 EngineName = Literal["torch", "horovod"]
 Reduction = Literal["average", "sum", "adasum"]
-Compression = Literal["none", "fp16"]
+Compression = Literal["none", "fp16", "bf16"]
 
 
 @checked_dataclass(frozen=True, config=STRICT)
@@ -27,9 +27,9 @@ class GradientSpec:
     number of virtual workers, which equals Horovod's `Sum` over as many ranks. `adasum` is Adasum (arXiv:2006.02924); each rank then needs
     memory for one gradient of each of its virtual workers and one gradient of each rank."""
     compression: Compression = "none"
-    """Format in which gradients are sent between workers: unchanged (none) or as 16-bit floats (fp16), whose rounding depends on the number
-    of workers. With fp16, sums above 65,504 in absolute value become infinite, and a warning event says so; values below about 6e-8 become
-    0."""
+    """Format to which sums of gradients are rounded, and in which they are sent between workers: unchanged (none), or 16-bit floats (fp16,
+    bf16). The sums of virtual workers are rounded at any number of workers, also at one. With fp16, sums above 65,504 in absolute value
+    become infinite, and a warning event says so; values below about 6e-8 become 0. With bf16, numbers have 8 significant bits."""
     noise_every_steps: Annotated[int, Ge(0)] = 0
     """Number of steps between measurements of the gradient noise scale (arXiv:1812.06162); 0 for none. The ledger records it as
     `noise_scale`, in samples. If schedule.batch_rule needs the noise scale, every step measures it."""

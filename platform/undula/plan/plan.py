@@ -1,6 +1,5 @@
 """The plan of a run: the samples that each step consumes, divided among virtual workers. It never mentions the world size."""
 
-import itertools
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from hashlib import sha256
@@ -12,6 +11,7 @@ from pydantic.dataclasses import dataclass as checked_dataclass
 
 from undula.errors import STRICT, SpecError
 from undula.plan.precision import FP32, PrecisionSpec
+from undula.plan.tree import assign
 
 Positive = Annotated[int, Gt(0)]
 
@@ -275,11 +275,14 @@ class Plan:
         return frozenset(size for work in works for size in work or (0,))
 
     def work(self, steps: range, virtual_workers: range) -> list[MicroBatch]:
-        """Return the micro-batches of some virtual workers in some steps, in order."""
+        """Return the micro-batches of some virtual workers in steps that are merged, or in one step, in order.
+
+        The gradient of a virtual worker is complete before that of the next one begins.
+        """
         return [
             MicroBatch(step, virtual_worker, number, samples)
-            for step in steps
             for virtual_worker in virtual_workers
+            for step in steps
             for number, samples in enumerate(self.micro_batches(self.step(step).step_in_epoch, virtual_worker))
         ]
 
@@ -294,9 +297,3 @@ class Plan:
             identity["precision"] = asdict(precision)
         text = dumps(identity, sort_keys=True)
         return sha256(text.encode()).hexdigest()
-
-
-def assign(virtual_workers: int, world_size: int) -> tuple[range, ...]:
-    """Assign virtual workers to ranks in contiguous ranges, as evenly as possible. Nothing else relates V to the world size."""
-    cuts = [rank * virtual_workers // world_size for rank in range(world_size + 1)]
-    return tuple(range(start, stop) for start, stop in itertools.pairwise(cuts))

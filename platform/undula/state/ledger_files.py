@@ -46,7 +46,7 @@ STEP_SCHEMA = pa.schema(
         ("sample_digest", pa.uint64()),  # undula.plan.keys.multiset_digest of the step's sample ids
         ("time", pa.float64()),  # time of the commit in seconds since the epoch
         ("logged", pa.string()),  # JSON object of step.log(...)
-        ("weights_digest", pa.uint64()),  # digest after the step, every few steps of a deterministic run; else null
+        ("weights_digest", pa.uint64()),  # digest after the step, every few steps; else null
         ("blocked_s", pa.float64()),  # seconds before the step for which a checkpoint blocked training
         ("grad_norm", pa.float64()),  # norm of the step's gradient before clipping
         ("applied", pa.bool_()),  # whether the optimizer changed the weights

@@ -4,7 +4,7 @@
     from train import Config, train
 
     conformance.check(train, "train.yaml", config=Config)
-    conformance.check_on_ranks(train, "train.yaml", "deterministic=true", config=Config)
+    conformance.check_on_ranks(train, "train.yaml", config=Config)
 
 Both functions train the script's own train function for a few steps, once without interruption and once with, and return if every
 tensor and value of the state is equal, and the strides of the tensors are as well. Otherwise they raise an error of one sentence. `check`
@@ -18,6 +18,7 @@ from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import cycle
 from multiprocessing.connection import Connection
 from pathlib import Path
 from secrets import token_hex
@@ -193,13 +194,21 @@ def _trained_as_plain_loop(watched: Watched, checked: "_Checked", virtual_worker
     return end
 
 
+def _has_same_bits(checked: "_Checked", device: torch.device | None) -> bool:
+    """Return whether the job has the same bits at any number of ranks."""
+    spec, model = checked.loaded.spec, checked.examined.model
+    on_gpus = device.type == "cuda" if device else torch.cuda.device_count() >= MOST_RANKS
+    return spec.has_same_bits(model.features if model else frozenset(), on_gpus)
+
+
 def check_on_ranks(
     train: Train, job: str | Path, *overrides: str, config: type | None = None, device: torch.device | None = None
 ) -> None:
     """Check that a run on ranks in separate processes is unchanged by two SIGKILLs, departures, growth and a resubmission.
 
-    With `deterministic=true`, the number of ranks changes between 1 and 2, and the comparison is a run on one rank. Otherwise the
-    sum of gradients depends on the number of ranks: it stays 2, and the comparison is an uninterrupted run on 2.
+    The number of ranks changes between 1 and 2, and the comparison is a run on one rank. If the result may depend on the number of ranks,
+    because the model is sharded, or because `deterministic=true` is missing on GPUs, it stays 2, and the comparison is an uninterrupted
+    run on 2.
 
     Args:
         train: The script's train function. A new Python process must be able to import it by name.
@@ -213,7 +222,7 @@ def check_on_ranks(
     """
     with TemporaryDirectory() as folder:
         checked = _checked(train, job, *SNAPSHOTS_ALONE, *overrides, folder=folder, config=config)
-        fewest = 1 if checked.loaded.spec.deterministic else 2
+        fewest = 1 if _has_same_bits(checked, device) else MOST_RANKS
         run_group = partial(_group, train, device)
         expected = _last(run_group(_new_job(checked, "whole"), _Group(fewest)))
         interrupted = _new_job(checked, "interrupted")
@@ -229,9 +238,8 @@ def check_on_ranks(
         check_model(checked.examined.model, checked.loaded, newest)
         resubmitted = replace(interrupted, run_id=token_hex(8))  # other machines, whose memory has no snapshots
         resumed = _last(run_group(resubmitted, _Group(2)))
-        for rank, (one, other) in enumerate(
-            zip(resumed, expected, strict=False)
-        ):  # the uninterrupted run can have one rank
+        # The uninterrupted run can have one rank, whose state all ranks then have.
+        for rank, (one, other) in enumerate(zip(resumed, cycle(expected), strict=False)):
             if difference := first_difference(one, other):
                 raise ConformanceError(
                     f"{difference} on rank {rank} at the end of a run whose ranks were killed and changed in number"

@@ -1,4 +1,4 @@
-"""Properties of a process that decide which bits a computation produces. A deterministic run is the same only where they are the same."""
+"""Properties of a process that decide which bits a computation produces. Runs are equal bit for bit only where they are equal."""
 
 import os
 import re
@@ -10,7 +10,7 @@ import torch
 Arithmetic = Mapping[str, str]
 """Properties by name."""
 STATE = "arithmetic"
-"""Name under which the state of a deterministic run records the properties of the group that computed it."""
+"""Name under which the state of a run records the properties of the group that computed it."""
 CPU_INFO = Path("/proc/cpuinfo")
 VARIABLES = ("MKL_", "ATEN_CPU_CAPABILITY", "DNNL_MAX_CPU_ISA", "ONEDNN_MAX_CPU_ISA", "NVIDIA_TF32_OVERRIDE")
 """Beginnings of the names of environment variables that choose kernels."""

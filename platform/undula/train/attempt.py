@@ -114,7 +114,7 @@ class Attempt:
             logged=dumps({**totals.logged, **measured}),
             **totals.seconds,
         )
-        if not math.isfinite(totals.grad_norm):
+        if not math.isfinite(totals.grad_norm) and not totals.overflows:
             self._report_overflow(step.done)
         self._count_non_finite(step, totals)
         self.rows = (*(former for former in self.rows if former.step >= int(totals.stored_steps)), row)
@@ -186,11 +186,10 @@ class Attempt:
             self.report(WarningEvent("no_finite_gradients", str(skipped_steps), step=done))
 
     def _report_overflow(self, done: int) -> None:
-        """Report, once in a group, that compression may have made the gradient infinite. A single rank sends nothing."""
-        compression = self._setup.job.gradient.compression
-        if compression != "none" and self._setup.layout.num_cells > 1 and not self._has_overflowed:
+        """Report, once in a group, that compression may have made the gradient infinite."""
+        if self._setup.job.gradient.compression == "fp16" and not self._has_overflowed:
             self._has_overflowed = True
-            self.report(WarningEvent("gradient_overflow", f"gradient.compression={compression}", step=done))
+            self.report(WarningEvent("gradient_overflow", "gradient.compression=fp16", step=done))
 
     def flush(self) -> None:
         """Write all previous reports to storage.

@@ -20,7 +20,7 @@ from undula.train.step_reduction import LocalStep, StepReducer, StepTotals, Want
 from undula.train.trained_model import TrainedModel
 
 DIGEST_EVERY = 10
-"""Number of steps between digests of the weights in the ledger of a deterministic run."""
+"""Number of steps between digests of the weights in the ledger."""
 
 
 class StepBoundary:
@@ -160,8 +160,7 @@ class StepBoundary:
             attempt.report_skip(step.done, measured.get("loss_scale", 1.0), scale.factor, scale.skipped_steps)
 
     def _is_digest_due(self, step: OptimizerStep) -> bool:
-        is_due = step.done // DIGEST_EVERY > step.index // DIGEST_EVERY or step.done == self._setup.plan.total_steps
-        return self._setup.job.deterministic and is_due
+        return step.done // DIGEST_EVERY > step.index // DIGEST_EVERY or step.done == self._setup.plan.total_steps
 
     def settle(self, owed_since: int | None) -> None:
         """Take the state as it is now, when the loop's body has ended its work on a step, as that which this group could hand over.

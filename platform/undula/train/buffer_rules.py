@@ -8,7 +8,7 @@ from torch import Tensor
 
 from undula.errors import UsageError
 from undula.parallel.collectives import AllReduce
-from undula.parallel.reduce.exact import ExactSum
+from undula.parallel.reduce.tree_sum import TreeSum
 from undula.state.pieces import as_real
 
 STEP_COUNTER = "num_batches_tracked"
@@ -56,7 +56,7 @@ class Group(ABC):
     def begin_step(self) -> None: ...
 
     @abstractmethod
-    def end_micro_batch(self, samples: int) -> None: ...
+    def end_micro_batch(self, samples: int, virtual_worker: int) -> None: ...
 
     @abstractmethod
     def end_step(self, step_samples: int) -> None:
@@ -85,7 +85,7 @@ class Constants(Group):
     def begin_step(self) -> None:
         self._changed = self._buffers[0].new_zeros(len(self._buffers), dtype=torch.int32)
 
-    def end_micro_batch(self, samples: int) -> None:
+    def end_micro_batch(self, samples: int, virtual_worker: int) -> None:
         for place, buffer in enumerate(self._buffers):
             begin = self._begin_of(buffer).reshape(-1).view(torch.uint8)
             self._changed[place] += (buffer.reshape(-1).view(torch.uint8) != begin).any()
@@ -103,37 +103,30 @@ class Constants(Group):
 class Means(Group):
     """Floating-point or complex buffers of one dtype, which move by the mean of the changes."""
 
-    def __init__(self, buffers: Mapping[str, Tensor], all_reduce: AllReduce, exact: bool):
+    def __init__(self, buffers: Mapping[str, Tensor], all_reduce: AllReduce, moved: TreeSum):
         super().__init__({name: as_real(buffer) for name, buffer in buffers.items()}, all_reduce)
-        self._sums = ExactSum(self._buffers) if exact else None
+        self._moved = moved
 
     def begin_step(self) -> None:
         self._begin = self.values()
         # A minimum may begin at infinity, from where no change is finite; such an element moves as if it began at 0.
         self._base = self._begin.nan_to_num(0.0, 0.0, 0.0)
-        self._moved = torch.zeros_like(self._begin)
-        if self._sums:
-            self._sums.clear()
+        self._moved.begin_step()
 
-    def end_micro_batch(self, samples: int) -> None:
+    def end_micro_batch(self, samples: int, virtual_worker: int) -> None:
         values = self.values()
         # An element that has not changed must keep its value, even if it is infinite.
         moved = (values - self._base).masked_fill_(values == self._begin, 0)
-        if self._sums:
-            self._sums.add(torch.split(moved * samples, self._sizes))
-        else:
-            self._moved.add_(moved, alpha=samples)
+        self._moved.add(virtual_worker, _at_least_fp32(moved) * samples)
 
     def end_step(self, step_samples: int) -> None:
-        if self._sums:
-            self._sums.all_reduce(self._all_reduce)
-            sums = [value.flatten() for value in self._sums.values() if value is not None]
-            moved = torch.cat(sums) if sums else self._moved
-        else:
-            moved = self._moved
-            self._all_reduce(moved)
+        moved = self._moved.total(like=_at_least_fp32(self._begin))
         base = torch.where(moved != 0, self._base, self._begin)
         self._set((base + moved / step_samples).to(self._begin.dtype))
+
+
+def _at_least_fp32(values: Tensor) -> Tensor:
+    return values.to(torch.promote_types(values.dtype, torch.float32))
 
 
 class Integers(Group):
@@ -156,7 +149,7 @@ class Integers(Group):
         self._sums = self._begin.new_zeros(4, self._begin.numel())
         self._num_micro_batches = 0
 
-    def end_micro_batch(self, samples: int) -> None:
+    def end_micro_batch(self, samples: int, virtual_worker: int) -> None:
         moved = self.values() - self._begin
         self._sums += torch.stack([moved, moved != 0, moved == 1, moved < 0])
         self._num_micro_batches += 1
@@ -205,7 +198,7 @@ class Flags(Group):
         self._changed = torch.zeros_like(self._begin)
         self._kept = torch.zeros_like(self._begin)
 
-    def end_micro_batch(self, samples: int) -> None:
+    def end_micro_batch(self, samples: int, virtual_worker: int) -> None:
         changed = self.values() ^ self._begin
         self._changed |= changed
         self._kept |= ~changed

@@ -7,13 +7,16 @@ is None when the step begins gets the value of the step's first micro-batch.
 """
 
 from collections.abc import Mapping
+from functools import partial
 from itertools import groupby
 
 import torch
 from torch import Tensor, nn
 
 from undula.errors import UsageError
-from undula.parallel.collectives import AllReduce
+from undula.parallel.collectives import all_reduce_over
+from undula.parallel.layout import Layout
+from undula.parallel.reduce.tree_sum import TreeSum
 from undula.train.buffer_rules import INTEGERS, Constants, Flags, Group, Integers, Means, is_constant, kind_of
 
 
@@ -22,21 +25,20 @@ class BufferMean:
 
     Args:
         module: Module that has the buffers.
-        all_reduce: Function that sums a tensor over the ranks, in place.
-        is_first: Whether this rank runs the first micro-batch of every step.
-        exact: Whether to sum in integers, so that the order of virtual workers and ranks does not change any bit.
+        layout: Layout of the worker group; None for a process without one.
+        virtual_workers: Number of virtual workers of the plan.
     """
 
-    def __init__(self, module: nn.Module, all_reduce: AllReduce, exact: bool = False, is_first: bool = True):
+    def __init__(self, module: nn.Module, layout: Layout | None = None, virtual_workers: int = 1):
         buffers = [(path, layer, key) for path, layer in module.named_modules() for key in layer._buffers]
         self._places = [(layer._buffers, key) for _, layer, key in buffers]
         self._names = [f"{path}.{key}".removeprefix(".") for path, _, key in buffers]
-        self._all_reduce = all_reduce
-        self._is_first = is_first
+        self._all_reduce = all_reduce_over(layout.shards) if layout else lambda tensor: None
+        self._is_first = layout is None or layout.cell == 0
+        self._tree_sum = partial(TreeSum, layout, virtual_workers)
         self._device = next(
             (tensor.device for tensor in (*module.parameters(), *module.buffers())), torch.device("cpu")
         )
-        self._exact = exact
         self._in_places: list[Tensor | None] = []
         self._new: dict[int, Tensor] = {}
         """Values of buffers that were None when the step began, by place."""
@@ -61,7 +63,8 @@ class BufferMean:
         if self._buffers:
             torch._foreach_copy_(self._buffers, self._begin)
 
-    def end_micro_batch(self, samples: int) -> None:
+    def end_micro_batch(self, samples: int, virtual_worker: int = 0) -> None:
+        """Add the changes of a micro-batch. A rank runs those of one virtual worker after those of another."""
         for place, ((buffers, key), known) in enumerate(zip(self._places, self._in_places, strict=True)):
             buffer = buffers[key]
             if known is None and buffer is not None:
@@ -70,7 +73,7 @@ class BufferMean:
         if samples and self._groups:
             self._take_over()
             for group in self._groups:
-                group.end_micro_batch(samples)
+                group.end_micro_batch(samples, virtual_worker)
 
     def end_step(self, step_samples: int) -> None:
         """Set the buffers to their values after the step.
@@ -106,7 +109,7 @@ class BufferMean:
             return Constants(buffers, self._all_reduce, lambda buffer: self._begin[places[id(buffer)]])
         if example.dtype in INTEGERS:
             return Integers(buffers, self._all_reduce)
-        return Means(buffers, self._all_reduce, self._exact)
+        return Means(buffers, self._all_reduce, self._tree_sum())
 
     def _put_back(self) -> None:
         """Undo the replacement of buffers by the forward pass: the module gets back the tensors that it had when the step began."""

@@ -1,7 +1,7 @@
 """Settings of a job that its workers use. None of them mentions the cluster."""
 
 import dataclasses
-from collections.abc import Collection
+from collections.abc import Collection, Set
 from dataclasses import field
 from typing import Annotated, Any, Self, assert_never
 
@@ -12,7 +12,7 @@ from undula.data.script.indexed import ScriptData
 from undula.data.script.pickling import Pickled
 from undula.data.spec import DataSpec, ValidationSpec
 from undula.errors import STRICT
-from undula.parallel.capabilities import Feature, features_of, refusal
+from undula.parallel.capabilities import Feature, engine_with, features_of, refusal
 from undula.parallel.spec import ActivationsSpec, EngineName, EngineSettings, GradientSpec
 from undula.plan.plan import PlanSpec
 from undula.plan.precision import FP32, PrecisionSpec
@@ -56,9 +56,8 @@ class JobSettings:
     """Early stopping: the run ends after `patience` validations in which the mean `metric` has not improved. By default, the run takes all
     steps of its plan."""
     deterministic: bool = False
-    """Whether the weights after every step are the same bit for bit at any sequence of world sizes, on nodes with one kind of CPU or GPU.
-    Gradients are then summed exactly, and torch uses only deterministic algorithms. This costs time and 16 bytes of memory per
-    parameter."""
+    """Whether torch uses only deterministic algorithms, and a comparison of two runs demands equal bits. On GPUs, the weights are the same
+    bit for bit at any sequence of world sizes only with this, and steps take longer. On CPUs they are so without it."""
 
     def __post_init__(self) -> None:
         """Check values that must fit each other. The message of each error begins with the key that it is about."""
@@ -120,6 +119,10 @@ class JobSettings:
     def features(self) -> set[Feature]:
         """Features that the settings require of an engine; the model may require more."""
         return features_of(self.engine_settings)
+
+    def has_same_bits(self, of_model: Set[Feature], on_gpus: bool) -> bool:
+        """Return whether the job has the same bits at any number of workers, given the features of its model."""
+        return engine_with(self.features | of_model).same_bits and (self.deterministic or not on_gpus)
 
     @property
     def engine_settings(self) -> EngineSettings:

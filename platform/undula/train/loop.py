@@ -59,7 +59,7 @@ class TrainingLoop:
     ):
         job, layout = setup.job, setup.layout
         self._setup, self._parts = setup, parts
-        self._arithmetic = arithmetic_of(layout.device, job.compiled) if job.deterministic else None
+        self._arithmetic = arithmetic_of(layout.device, job.compiled)
         self._results = ValidationResults()
         self._means: Mapping[str, float] = {}
         """Means of the newest validation of this group, also of one before the first step; empty if there was none."""
@@ -80,8 +80,12 @@ class TrainingLoop:
 
     def _beside(self) -> dict[str, Any]:
         """Return the state of the run beside that of the model and the optimizer: pieces and values by name."""
-        arithmetic = {STATE: self._arithmetic} if self._arithmetic else {}
-        return {**self.model.values(), **self._results.values(), **self._parts.state.values(), **arithmetic}
+        return {
+            **self.model.values(),
+            **self._results.values(),
+            **self._parts.state.values(),
+            STATE: self._arithmetic,
+        }
 
     @property
     def done(self) -> int:
@@ -183,8 +187,7 @@ class TrainingLoop:
             attempt.telemetry.export_means(self._results.means)
         if change:
             attempt.report(change)
-        if self._arithmetic:
-            attempt.compare_arithmetic(self._arithmetic, restored)
+        attempt.compare_arithmetic(self._arithmetic, restored)
         for warning in parts.warnings(start):
             attempt.report(warning)
         self.saver.begin(start)

@@ -69,8 +69,8 @@ class StepMeasurement:
         """Loss of each micro-batch and the number of samples for which it counts."""
         self._ids: list[Ids] = []
         """Ids of the samples of each micro-batch that counts."""
-        self._logged: dict[str, tuple[float, float]] = {}
-        """Weighted sum and weight of each logged value, by name."""
+        self._logged: dict[str, list[tuple[float, float]]] = {}
+        """Logged values and their weights, by name."""
 
     def mark(self) -> Mark:
         """Return the current point of the device's work."""
@@ -113,8 +113,7 @@ class StepMeasurement:
         if not weight:  # a value of no samples may be NaN, even if it is multiplied by 0
             return
         for name, value in values.items():
-            total, weights = self._logged.get(name, (0.0, 0.0))
-            self._logged[name] = (total + float(value) * weight, weights + weight)
+            self._logged.setdefault(name, []).append((float(value), weight))
 
     @property
     def losses(self) -> list[Tensor]:

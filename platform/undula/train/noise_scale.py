@@ -1,7 +1,7 @@
 """Measurement of the gradient noise scale during training, from the gradients of the micro-batches.
 
 Micro-batches are defined by the plan, not by the ranks, and their squared norms are summed exactly. The result therefore depends only on
-the plan, up to the rounding of the gradient. It is equal bit for bit if the gradient is summed exactly.
+the plan.
 """
 
 from collections.abc import Sequence
@@ -10,9 +10,9 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from undula.parallel.norms import real_values
 from undula.plan.noise import Measured, StepNorms
 from undula.state.pieces import Piece, piece_of
+from undula.state.squares import square_sums
 
 STATE = "measured.gradient_noise"
 HELD_BYTES = 32 * 2**20
@@ -120,29 +120,18 @@ class NoiseScaleMeter:
     def _collect(self, gradient: Tensor) -> None:
         """Collect the gradient itself, not a view of it, because autograd then accumulates into another tensor instead of changing it."""
         if self._is_on:
-            values = real_values(gradient)
-            self._collected.append(values)
-            self._collected_bytes += values.nbytes
+            self._collected.append(gradient)
+            self._collected_bytes += gradient.values().nbytes if gradient.is_sparse else gradient.nbytes
             if self._collected_bytes >= HELD_BYTES:
                 self._reduce_collected()
 
     def _reduce_collected(self) -> None:
-        if self._collected:
-            self._parts.append(_sum_of_squares(self._collected))
+        by_type: dict[torch.dtype, list[Tensor]] = {}
+        for gradient in self._collected:
+            by_type.setdefault(gradient.dtype, []).append(gradient)
+        self._parts += [square_sums([gradients]).squeeze(0).double() for gradients in by_type.values()]
         self._collected, self._collected_bytes = [], 0
 
     def _clear(self) -> None:
         """Free the collected gradients and norms, including those of a backward pass that did not finish."""
         self._collected, self._collected_bytes, self._parts = [], 0, []
-
-
-def _sum_of_squares(gradients: Sequence[Tensor]) -> Tensor:
-    """Return the squared norm of all gradients together, with one kernel for each dtype."""
-    by_type: dict[torch.dtype, list[Tensor]] = {}
-    for gradient in gradients:
-        by_type.setdefault(gradient.dtype, []).append(gradient.detach())
-    norms = [
-        torch.stack(torch._foreach_norm(gradient, 2, dtype=torch.promote_types(dtype, torch.float32))).double()
-        for dtype, gradient in by_type.items()
-    ]
-    return torch.cat(norms).square().sum()

@@ -5,7 +5,7 @@ shows what a script means by its step even if the script clears or changes gradi
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -14,8 +14,11 @@ from torch import Tensor, nn
 
 from undula.data.nested import with_tensors
 from undula.parallel.engines.engine import Engine
+from undula.parallel.engines.select import make_engine
 from undula.parallel.random_state import kept_random_state
+from undula.parallel.reduce.tree_sum import added
 from undula.plan.plan import MicroBatch
+from undula.plan.tree import Node, combined
 from undula.recovery.worker_state import WorkerState
 from undula.state.model_state import bare_module
 from undula.train.buffers import BufferMean
@@ -91,6 +94,8 @@ class _PlainSession(LocalSession):
     def __init__(self, job: Job, device: torch.device, recorded: Sequence[RecordedStep]):
         super().__init__(job, device, WorkerState())
         self._recorded = recorded
+        # With one virtual worker, there is no sum of several to be formed.
+        self._make_engine = partial(make_engine, settings=replace(job.engine_settings, virtual_workers=1))
 
     def loop(
         self, parts: ScriptParts, validate: ValidationFunction | None, after_step: AfterStep | None
@@ -145,8 +150,10 @@ class PlainStep(Step):
         self.micro_batch: MicroBatch | None = None
         self.updated = self.is_last = False
         self._engine, self._job, self._recorded = engine, job, recorded
-        self._buffers = BufferMean(engine.module, lambda tensor: None)
-        self._sums: dict[nn.Parameter, Tensor] = {}
+        self._all = (0, job.plan.virtual_workers)
+        self._buffers = BufferMean(engine.module)
+        self._leaves: dict[nn.Parameter, dict[Node, Tensor | None]] = {}
+        """Gradients of each virtual worker. Weights of which the true gradient is zero depend on the order in which these are added."""
         self._loss_sum = 0.0
         self._norm: Tensor | None = None
 
@@ -176,8 +183,9 @@ class PlainStep(Step):
         self._buffers.end_micro_batch(self.micro_batch.samples)
         for parameter in self._engine.module.parameters():
             if parameter.grad is not None:
-                known = self._sums.get(parameter)
-                self._sums[parameter] = parameter.grad if known is None else known + parameter.grad
+                leaves = self._leaves.setdefault(parameter, {(v, v + 1): None for v in range(self._all[1])})
+                leaf = (self.micro_batch.virtual_worker, self.micro_batch.virtual_worker + 1)
+                leaves[leaf] = added(leaves[leaf], parameter.grad)
                 parameter.grad = None
 
     def keep_gradients(self) -> None:
@@ -187,8 +195,8 @@ class PlainStep(Step):
         """Do nothing, because nothing is recorded."""
 
     def reduce(self, max_norm: float | None = None) -> Tensor:
-        for parameter, gradient in self._sums.items():
-            parameter.grad = gradient
+        for parameter, leaves in self._leaves.items():
+            parameter.grad = combined(self._all, leaves, added)
         self._norm, _ = self._engine.finish_gradients(self.samples, max_norm=max_norm)
         if self._buffers.is_needed:
             self._buffers.end_step(self.samples)

@@ -61,7 +61,14 @@ def compute_deterministically() -> None:
     torch.use_deterministic_algorithms(True)
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # is slow and only helps to find bugs
     torch.backends.cudnn.benchmark = False
-    # The number of threads changes the order of sums. Ray sets it to the worker's CPUs on every node, and to 1 for a worker without CPUs.
+    fix_threads()
+
+
+def fix_threads() -> None:
+    """Set the number of threads, which changes the order of sums, to the worker's CPUs, or to 1 for a worker without CPUs.
+
+    Ray passes it to the workers of all nodes in a variable, but a process that was forked with torch in memory has not read it.
+    """
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", 1)))
 
 

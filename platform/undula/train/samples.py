@@ -15,6 +15,7 @@ from undula.data.stored.maps import SampleFunction
 from undula.data.stored.mixture import StoredData
 from undula.data.stored.reader import stored_reader
 from undula.errors import UsageError
+from undula.parallel.layout import Layout
 from undula.plan.plan import Plan, PlanSpec
 from undula.train.job import Job
 
@@ -90,7 +91,7 @@ class ScriptSamples:
     Args:
         job: Settings of the job.
         data: Length and identity of the datasets.
-        virtual_workers: Virtual workers of the rank.
+        layout: Layout of the worker group.
         training: Dataset of the training.
         validation: Dataset of the validations; None for none.
         loader_of: Function that returns the loader with a name.
@@ -100,13 +101,14 @@ class ScriptSamples:
         self,
         job: Job,
         data: ScriptData,
-        virtual_workers: range,
+        layout: Layout,
         training: Items,
         validation: Items | None,
         loader_of: Callable[[str], Loader],
     ):
         self._job, self._data = job, data
-        self._virtual_workers = virtual_workers
+        self._virtual_workers = layout.virtual_workers(job.plan.virtual_workers)
+        self._world_size = layout.num_cells
         self._items, self._validation_items = training, validation
         self.has_validation = validation is not None
         self._loader = loader_of("training loader")
@@ -124,7 +126,8 @@ class ScriptSamples:
                 loader.free()
 
     def training(self, step: int) -> ScriptReader:
-        return ScriptReader(self._items, self._loader, self._plan, self._virtual_workers, step, "training")
+        own, world_size = self._virtual_workers, self._world_size
+        return ScriptReader(self._items, self._loader, self._plan, own, step, "training", world_size)
 
     def validation(self) -> ScriptReader:
         assert self._validation_items is not None

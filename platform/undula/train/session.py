@@ -110,7 +110,7 @@ class GroupSession:
         def loader_of(name: str) -> Loader:
             return self.keep(name, lambda: Loader(data.num_workers), Loader.close)
 
-        return ScriptSamples(self.job, data, self.setup.virtual_workers, training, validation, loader_of)
+        return ScriptSamples(self.job, data, self.setup.layout, training, validation, loader_of)
 
     def preflight(self, check: Check) -> None:
         """Do nothing, because the driver has done it."""

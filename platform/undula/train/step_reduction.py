@@ -1,8 +1,9 @@
 """Reduction of each step's measurements over the ranks: losses, seconds, sample ids, norms, logged values, and requests of the ranks.
 
-Losses, digests and norms are summed exactly, so that they do not depend on the number of ranks.
+Losses, digests, norms and logged values are summed exactly, so that they do not depend on the number of ranks.
 """
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import partial
@@ -147,8 +148,8 @@ class LocalStep:
     stored_steps: float = reduced(FROM_FIRST, default=0.0)
     """Number of steps whose ledger rows have reached storage."""
     wants: Wants = reduced(WANTS, default_factory=Wants)
-    logged: dict[str, tuple[float, float]] = field(default_factory=dict)
-    """Weighted sum and weight of each logged value, by name."""
+    logged: dict[str, list[tuple[float, float]]] = field(default_factory=dict)
+    """Logged values and their weights, by name."""
 
 
 @dataclass(frozen=True)
@@ -210,16 +211,19 @@ class StepReducer:
             next(sums)
         ranks = dist.get_world_size(self._group)
         totals = {name: reduction.decode(next(sums), ranks) for name, reduction in self._fields}
-        logged = next(sums)
-        pairs = zip(self._names, logged[::2], logged[1::2], strict=True)
-        means = {name: value / weight for name, value, weight in pairs if weight > 0}
+        logged = {name: (EXACT_SUM.decode(next(sums), ranks), next(sums)[0]) for name in self._names}
+        means = {name: total / weight for name, (total, weight) in logged.items() if weight > 0}
         return self._total_type(**totals, logged=means)
 
     def _sum(self, local: LocalStep) -> Iterator[list[float]]:
-        """Return sums over the ranks: first the number of ranks with a new name, then each field, and last the logged values."""
+        """Return sums over the ranks: first the number of ranks with a new name, then each field, and last the
+        sum and the weight of each logged value."""
         terms = [[float(any(name not in self._names for name in local.logged))]]
         terms += [list(reduction.encode(getattr(local, name))) for name, reduction in self._fields]
-        terms += [[part for name in self._names for part in local.logged.get(name, (0.0, 0.0))]]
+        for name in self._names:
+            values = local.logged.get(name, [])
+            terms.append(list(EXACT_SUM.encode([value * weight for value, weight in values])))
+            terms.append([math.fsum(weight for _, weight in values)])
         flat = [value for values in terms for value in values]
         if dist.get_world_size(self._group) > 1:
             vector = torch.tensor(flat, dtype=torch.float64, device="cpu")

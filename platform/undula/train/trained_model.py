@@ -6,7 +6,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from undula.parallel.collectives import all_reduce_over
 from undula.parallel.engines.engine import Engine
 from undula.parallel.layout import Layout
 from undula.plan.plan import MicroBatch, OptimizerStep, Plan
@@ -42,9 +41,7 @@ class TrainedModel:
         self.engine, self.module, self.rates = engine, module, rates
         self.baseline = Baseline(engine.module, engine.optimizer)
         self.guard = ScriptGuard(engine, module, engine.optimizer, self.baseline)
-        self._buffers = BufferMean(
-            engine.module, all_reduce_over(layout.shards), job.deterministic, is_first=layout.cell == 0
-        )
+        self._buffers = BufferMean(engine.module, layout, plan.spec.virtual_workers)
         self._frozen = FrozenParameters(engine.module)
         self._noise = NoiseScaleMeter(job.noise_every_steps, job.gradient_scale)
         self.loss_scale = LossScale(job.precision)
@@ -112,7 +109,7 @@ class TrainedModel:
         self.engine.backward(loss, weight, micro_batch, is_last)
         self.guard.after_backward()
         self._noise.end_backward(micro_batch.samples)
-        self._buffers.end_micro_batch(micro_batch.samples)
+        self._buffers.end_micro_batch(micro_batch.samples, micro_batch.virtual_worker)
 
     def reduce(self, samples: int, max_norm: float | None) -> tuple[Tensor, Tensor]:
         """Reduce and clip the gradient of a step of so many samples.

@@ -6,6 +6,7 @@ A loss may draw random numbers, for example to mask tokens. They are keyed like 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import chain
 from math import inf
 from typing import Any
 
@@ -135,9 +136,10 @@ class Validation:
         virtual_workers = self._layout.virtual_workers(self._job.plan.virtual_workers)
         reader = self._samples.validation()
         steps = range(self._plan.total_steps)
+        work = chain.from_iterable(self._plan.work(range(step, step + 1), virtual_workers) for step in steps)
         sums, batches = Sums(), 0
         try:
-            for micro_batch in self._plan.work(steps, virtual_workers):
+            for micro_batch in work:
                 if can_end_early and self._is_asked_to_leave():
                     return None
                 self._worker.enter(DATA)

@@ -96,9 +96,21 @@ def test_the_run_is_that_of_their_own_loop(
     assert ours.watch.calls == theirs.watch.calls
     assert len(ours.logs) == len(theirs.logs)
     for our, their in zip(ours.logs, theirs.logs, strict=True):
-        assert our == pytest.approx(their, abs=1e-6)
+        norms = [log.pop("grad_norm", None) for log in (our, their)]
+        assert norms[0] == (
+            norms[1] and pytest.approx(norms[1], rel=1e-4)
+        )  # they clip by a norm that torch rounds otherwise
+        assert our == pytest.approx(their, abs=1e-5)
     for name, value in theirs.weights.items():
-        torch.testing.assert_close(ours.weights[name], value, rtol=0, atol=1e-6)
+        torch.testing.assert_close(_compared(name, ours.weights[name]), _compared(name, value), rtol=0, atol=2e-5)
+
+
+def _compared(name: str, value: torch.Tensor) -> torch.Tensor:
+    """Leave out the biases of keys. Their gradient is zero but for rounding, which Adam makes as large as any other gradient."""
+    if not name.endswith("attn.c_attn.bias"):
+        return value
+    queries, _, values = value.chunk(3)
+    return torch.cat([queries, values])
 
 
 def test_what_was_saved_is_loaded_by_from_pretrained(tmp_path: Path) -> None:

@@ -187,8 +187,10 @@ def test_a_model_that_no_engine_can_train_with_the_settings_is_refused(tmp_path:
     def sparse(run: Run) -> None:
         run.model(nn.Embedding(4, 2, sparse=True))
 
-    with pytest.raises(SpecError, match=r"a model with sparse gradients .* cannot be combined with deterministic=true"):
-        prepare(job(tmp_path, "deterministic=true"), sparse, fresh=False)
+    with pytest.raises(
+        SpecError, match=r"a model with sparse gradients .* cannot be combined with gradient\.reduce=adasum"
+    ):
+        prepare(job(tmp_path, "gradient.reduce=adasum"), sparse, fresh=False)
 
 
 def test_the_directory_of_a_study_is_refused_for_a_run(tmp_path: Path) -> None:

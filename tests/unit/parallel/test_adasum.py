@@ -3,13 +3,10 @@
 import pytest
 import torch
 from engine_steps import ADASUM, placed, step_gradients
-from hypothesis import given
-from hypothesis import strategies as st
 from ranks import on_ranks
 from torch import Tensor, nn
 
-from undula.parallel.reduce.adasum import adasum, halves, largest_within
-from undula.plan.plan import assign
+from undula.parallel.reduce.adasum import adasum
 
 
 def test_orthogonal_gradients_add_up_and_parallel_ones_are_averaged() -> None:
@@ -21,18 +18,6 @@ def test_orthogonal_gradients_add_up_and_parallel_ones_are_averaged() -> None:
     angle = torch.tensor([1.0, 1.0])
     expected = one * (1 - 2 / (2 * 4)) + angle * (1 - 2 / (2 * 2))
     torch.testing.assert_close(adasum(one, angle), expected)
-
-
-@given(st.integers(1, 33), st.integers(1, 9))
-def test_ranks_reduce_along_one_tree(virtual_workers: int, world_size: int) -> None:
-    shares = assign(virtual_workers, min(world_size, virtual_workers))
-    spans = largest_within((0, virtual_workers), shares)
-    assert [place for begin, end in spans for place in range(begin, end)] == list(range(virtual_workers))
-    assert all(any(share.start <= begin and end <= share.stop for share in shares) for begin, end in spans)
-    if virtual_workers > 1:
-        (begin, middle), (again, end) = halves((0, virtual_workers))
-        assert (begin, middle, end) == (0, again, virtual_workers)
-        assert middle >= end - middle
 
 
 def _parts(samples: tuple[int, ...], dtype: torch.dtype) -> tuple[nn.Module, tuple[Tensor, ...]]:

@@ -25,7 +25,8 @@ REQUIRED: dict[tuple[str, str], set[Feature]] = {
     ("reduce", "sum"): set(),
     ("reduce", "adasum"): {Feature.ADASUM},
     ("compression", "none"): set(),
-    ("compression", "fp16"): {Feature.FP16_GRADIENTS},
+    ("compression", "fp16"): {Feature.COMPRESSION},
+    ("compression", "bf16"): {Feature.COMPRESSION},
     ("compute", "fp32"): set(),
     ("compute", "bf16"): {Feature.BF16},
     ("compute", "fp16"): {Feature.FP16},
@@ -48,10 +49,10 @@ def test_each_value_of_a_setting_requires_its_features() -> None:
     ("features", "name"),
     [
         (set(), "data parallel"),
-        ({Feature.FP16_GRADIENTS, Feature.SPARSE_GRADIENTS, Feature.NOISE_SCALE}, "data parallel"),
-        ({Feature.HOROVOD}, "horovod"),
+        ({Feature.COMPRESSION, Feature.SPARSE_GRADIENTS, Feature.NOISE_SCALE, Feature.FP16}, "data parallel"),
+        ({Feature.HOROVOD, Feature.DETERMINISTIC}, "data parallel"),
         ({Feature.HOROVOD, Feature.ADASUM}, "adasum"),
-        ({Feature.HOROVOD, Feature.DETERMINISTIC}, "exact"),
+        ({Feature.DETERMINISTIC, Feature.ADASUM}, "adasum"),
         ({Feature.SHARDED}, "fsdp"),
     ],
 )

@@ -16,15 +16,14 @@ from undula.parallel.engines.fsdp import FSDPEngine
 from undula.parallel.engines.select import sent_as
 from undula.parallel.reduce.accumulator import Accumulator
 from undula.parallel.reduce.adasum import AdasumAccumulator
-from undula.parallel.reduce.buckets import BucketAccumulator
-from undula.parallel.reduce.exact import ExactAccumulator
+from undula.parallel.reduce.tree import TreeAccumulator
 from undula.parallel.spec import Compression, GradientSpec
 
 ENGINES: dict[str, tuple[dict[str, Any], Callable[[], nn.Module], type[Engine], type[Accumulator]]] = {
-    "plain": ({}, lambda: nn.Linear(2, 1), Engine, BucketAccumulator),
-    "sparse": ({}, lambda: nn.Embedding(4, 2, sparse=True), Engine, BucketAccumulator),
-    "fp16": ({"gradient": FP16}, lambda: nn.Linear(2, 1), Engine, BucketAccumulator),
-    "deterministic": ({"deterministic": True}, lambda: nn.Linear(2, 1), Engine, ExactAccumulator),
+    "plain": ({}, lambda: nn.Linear(2, 1), Engine, TreeAccumulator),
+    "sparse": ({}, lambda: nn.Embedding(4, 2, sparse=True), Engine, TreeAccumulator),
+    "fp16": ({"gradient": FP16}, lambda: nn.Linear(2, 1), Engine, TreeAccumulator),
+    "deterministic": ({"deterministic": True}, lambda: nn.Linear(2, 1), Engine, TreeAccumulator),
     "adasum": ({"gradient": ADASUM}, lambda: nn.Linear(2, 1), Engine, AdasumAccumulator),
     "sharded": ({}, lambda: fully_shard(nn.Linear(2, 1)), FSDPEngine, Accumulator),
 }
@@ -33,10 +32,9 @@ ENGINES: dict[str, tuple[dict[str, Any], Callable[[], nn.Module], type[Engine], 
 def _select(rank: int, world_size: int) -> None:
     for name, (settings, make, engine_type, accumulator) in ENGINES.items():
         engine = placed(make(), rank, world_size, virtual_workers=2, **settings)
-        of_one = Accumulator if world_size == 1 and accumulator is BucketAccumulator else accumulator
-        assert (type(engine), type(engine._accumulator)) == (engine_type, of_one), name
-    with pytest.raises(UsageError, match=r"sparse=True.* cannot be combined with deterministic=true"):
-        placed(nn.Embedding(4, 2, sparse=True), rank, world_size, virtual_workers=2, deterministic=True)
+        assert (type(engine), type(engine._accumulator)) == (engine_type, accumulator), name
+    with pytest.raises(UsageError, match=r"^gradient\.reduce=adasum cannot be combined with a model that fully_shard"):
+        placed(fully_shard(nn.Linear(2, 1)), rank, world_size, virtual_workers=2, gradient=ADASUM)
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
@@ -49,7 +47,7 @@ def test_parameters_that_are_unfrozen_or_added_later_are_checked_in_the_next_ste
     base = nn.Linear(2, 2, dtype=torch.bfloat16).requires_grad_(False)
     embedding = nn.Embedding(4, 2, sparse=True).requires_grad_(False)
     model = nn.Sequential(embedding, base, nn.Linear(2, 1))
-    engine = placed(model, 0, 1, virtual_workers=1, deterministic=True, compute="bf16")
+    engine = placed(model, 0, 1, virtual_workers=1, gradient=ADASUM, compute="bf16")
     engine.begin_step(1)
     base.requires_grad_(True)
     with pytest.raises(UsageError, match=r"^a model with trainable bfloat16 .* with precision\.compute=bf16, because"):
@@ -57,7 +55,7 @@ def test_parameters_that_are_unfrozen_or_added_later_are_checked_in_the_next_ste
     base.requires_grad_(False)
     engine.begin_step(1)
     embedding.requires_grad_(True)
-    with pytest.raises(UsageError, match=r"sparse=True.* cannot be combined with deterministic=true"):
+    with pytest.raises(UsageError, match=r"sparse=True.* cannot be combined with gradient\.reduce=adasum"):
         engine.begin_step(1)
     embedding.requires_grad_(False)
     model.append(nn.Linear(1, 1, dtype=torch.float16))
@@ -66,7 +64,11 @@ def test_parameters_that_are_unfrozen_or_added_later_are_checked_in_the_next_ste
 
 
 def test_each_compression_has_the_dtype_of_its_name() -> None:
-    assert {each: sent_as(each) for each in get_args(Compression)} == {"none": None, "fp16": torch.float16}
+    assert {each: sent_as(each) for each in get_args(Compression)} == {
+        "none": None,
+        "fp16": torch.float16,
+        "bf16": torch.bfloat16,
+    }
     with pytest.raises(AssertionError):
         sent_as("fp8")  # type: ignore[arg-type]
 

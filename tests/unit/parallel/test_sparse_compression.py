@@ -1,4 +1,4 @@
-"""Tests of gradient.compression=fp16 with sparse gradients: they are sent as 16-bit floats like all other gradients."""
+"""Tests of gradient.compression with sparse gradients: they are rounded to 16-bit floats like all other gradients."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -67,7 +67,9 @@ def _overflowing(rank: int, world_size: int, job: Job) -> None:
         step.update()
 
 
-@pytest.mark.parametrize(("compression", "world_size", "warnings"), [("fp16", 2, 1), ("fp16", 1, 0), ("none", 2, 0)])
+@pytest.mark.parametrize(
+    ("compression", "world_size", "warnings"), [("fp16", 2, 1), ("fp16", 1, 1), ("bf16", 2, 0), ("none", 2, 0)]
+)
 def test_gradients_too_large_for_the_compression_are_reported_once(
     tmp_path: Path, compression: str, world_size: int, warnings: int
 ) -> None:
@@ -78,4 +80,4 @@ def test_gradients_too_large_for_the_compression_are_reported_once(
     codes = [event.code for event in events_of(ledger.events, WarningEvent)]
     assert codes == ["other_rates"] + ["gradient_overflow"] * warnings  # the rate is 0
     norms = ledger.steps["grad_norm"].to_pylist()
-    assert norms == [float("inf") if warnings else pytest.approx(1e5)] * 3
+    assert norms == [float("inf") if warnings else pytest.approx(1e5, rel=2e-3)] * 3

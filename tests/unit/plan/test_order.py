@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from undula.plan.order import EpochOrder, Window
-from undula.plan.plan import LastStep, Plan, PlanSpec, Shuffle, assign
+from undula.plan.plan import LastStep, Plan, PlanSpec, Shuffle
+from undula.plan.tree import assign
 
 SHUFFLES: list[str] = list(get_args(Shuffle))
 LAST_STEPS: list[str] = list(get_args(LastStep))

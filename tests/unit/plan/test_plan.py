@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from undula.errors import SpecError
-from undula.plan.plan import Plan, PlanSpec, assign
+from undula.plan.plan import Plan, PlanSpec
 from undula.plan.precision import PrecisionSpec
 
 
@@ -66,16 +66,6 @@ def test_micro_batches_make_up_the_share(plan: Plan) -> None:
             assert sum(sizes) == plan.share(step, v)
             assert all(0 < size <= (plan.spec.micro_batch or size) for size in sizes)
             assert all(size == plan.spec.micro_batch for size in sizes[:-1])
-
-
-@given(st.integers(1, 300), st.integers(1, 300))
-def test_assign_is_contiguous_even_and_covers_all(virtual_workers: int, world_size: int) -> None:
-    ranks = assign(virtual_workers, world_size)
-    assert len(ranks) == world_size
-    assert [v for rank in ranks for v in rank] == list(range(virtual_workers))
-    assert max(map(len, ranks)) - min(map(len, ranks)) <= 1
-    if world_size <= virtual_workers:
-        assert min(map(len, ranks)) >= 1
 
 
 def test_digest_depends_on_the_plan_and_the_data() -> None:

@@ -80,34 +80,22 @@ def test_state_that_no_checkpoint_has_is_found(name: str, job: str) -> None:
     "name",
     [
         *("plain", "a branch that some steps use", "BatchNorm", "a buffer that is replaced", "extra state"),
-        *("channels-last parameters", "soap"),
+        *("channels-last parameters", "soap", "a sparse embedding", "a group added during training"),
     ],
 )
-def test_lost_ranks_and_another_world_size_do_not_change_a_deterministic_run(name: str, job: str) -> None:
-    check_on_ranks(ALL[name], job, "deterministic=true")
-
-
-def test_lost_ranks_do_not_change_a_run_whose_activations_are_recomputed(job: str) -> None:
-    check_on_ranks(ALL["repeated blocks"], job, "deterministic=true", "activations.keep=sqrt")
-
-
-@pytest.mark.parametrize(
-    "name", ["a branch that some steps use", "a sparse embedding", "a group added during training"]
-)
-def test_lost_ranks_do_not_change_a_run(name: str, job: str) -> None:
+def test_lost_ranks_and_another_world_size_do_not_change_a_run(name: str, job: str) -> None:
     check_on_ranks(ALL[name], job)
 
 
+def test_lost_ranks_do_not_change_a_run_whose_activations_are_recomputed(job: str) -> None:
+    check_on_ranks(ALL["repeated blocks"], job, "activations.keep=sqrt")
+
+
 def test_lost_ranks_and_another_world_size_do_not_change_a_run_in_fp16_with_overflows(job: str) -> None:
-    check_on_ranks(OVERFLOWING, job, "deterministic=true", "precision.compute=fp16")
+    check_on_ranks(OVERFLOWING, job, "precision.compute=fp16", "gradient.compression=fp16")
 
 
 def test_state_that_only_one_rank_loses_is_found(job: str) -> None:
     sentence = "^buffer.*steps, which is not persistent, has other bits on rank 1 at the end"
     with pytest.raises(ConformanceError, match=sentence):
         check_on_ranks(UNSOUND_ON_THE_SECOND_RANK, job)
-
-
-def test_sparse_gradients_in_a_deterministic_run_are_refused_before_a_rank_starts(job: str) -> None:
-    with pytest.raises(SpecError, match=r"a model with sparse gradients .* cannot be combined with deterministic=true"):
-        check_on_ranks(ALL["a sparse embedding"], job, "deterministic=true")

@@ -29,7 +29,6 @@ SETTLED = 3
 SETTINGS: dict[str, dict[str, Any]] = {
     "data parallel": {},
     "sharded": {},
-    "exact": {"deterministic": True},
     "adasum": {"gradient": GradientSpec(reduce="adasum")},
     "horovod": {"engine": "horovod"},
 }

@@ -70,7 +70,7 @@ class Trainer:
         accumulate_grad_batches: Number of batches of each virtual worker in a step.
         gradient_clip_val: Maximum norm of the gradient; None or 0 for no limit.
         precision: Number format in which the module computes; by default, `precision.compute` of the job.
-        deterministic: Whether the weights do not depend on the number of workers bit for bit; by default, `deterministic` of the job.
+        deterministic: Whether torch uses only deterministic algorithms; by default, `deterministic` of the job.
         check_val_every_n_epoch: Number of epochs between validations, unless the job has `validation.every_steps`.
         val_check_interval: Part of an epoch, or number of batches, between validations.
         callbacks: Callbacks of the script.

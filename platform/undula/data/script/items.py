@@ -183,22 +183,28 @@ def _parameter_without_values(shape: torch.Size, dtype: torch.dtype) -> Paramete
     return Parameter(torch.empty(shape, dtype=dtype, device="meta"))
 
 
-def requests(plan: Plan, virtual_workers: range, start: int, purpose: Purpose) -> Iterator[Request]:
-    """Yield the micro-batches of some virtual workers from step `start` to the end of the plan, in the order in which steps take them."""
+def requests(
+    plan: Plan, virtual_workers: range, start: int, purpose: Purpose, world_size: int = 1
+) -> Iterator[Request]:
+    """Yield the micro-batches of some virtual workers from step `start` to the end of the plan, in the order in which steps take them.
+
+    `world_size` workers may merge steps. With one worker, no steps are merged.
+    """
     seed, order = plan.spec.seed, IndexOrder(plan, -1)
     samples, collate = key64(f"{purpose} sample", seed), key64(f"{purpose} collate", seed)
-    begins_epoch = False
-    for step in range(start, plan.total_steps):
-        shape = plan.step(step)
-        if shape.epoch != order.epoch:
-            order, begins_epoch = IndexOrder(plan, shape.epoch), True
-        for virtual_worker in virtual_workers:
-            ids, begin = order.ids(shape.step_in_epoch, virtual_worker), 0
-            for number, size in enumerate(plan.micro_batches(shape.step_in_epoch, virtual_worker)):
-                part = ids[begin : begin + size]
-                key = int(subkeys(collate, step, virtual_worker, number))
-                yield Request(part, subkeys(samples, shape.epoch, part), key, begins_epoch)
-                begin, begins_epoch = begin + size, False
+    begins_epoch, index = False, start
+    while index < plan.total_steps:
+        merged = plan.optimizer_step(index, world_size)
+        if merged.epoch != order.epoch:
+            order, begins_epoch = IndexOrder(plan, merged.epoch), True
+        for each in plan.work(range(index, merged.done), virtual_workers):
+            ids = order.ids(plan.step(each.step).step_in_epoch, each.virtual_worker)
+            begin = each.number * (plan.spec.micro_batch or 0)
+            part = ids[begin : begin + each.samples]
+            key = int(subkeys(collate, each.step, each.virtual_worker, each.number))
+            yield Request(part, subkeys(samples, merged.epoch, part), key, begins_epoch)
+            begins_epoch = False
+        index = merged.done
 
 
 def any_request(ids: Ids) -> Request:

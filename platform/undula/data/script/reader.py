@@ -20,13 +20,23 @@ class ScriptReader:
         virtual_workers: Virtual workers of the rank.
         start: First step.
         purpose: Use of the samples, by which their random numbers are keyed.
+        world_size: Number of workers, by which steps are merged.
     """
 
-    def __init__(self, items: Items, loader: Loader, plan: Plan, virtual_workers: range, start: int, purpose: Purpose):
+    def __init__(
+        self,
+        items: Items,
+        loader: Loader,
+        plan: Plan,
+        virtual_workers: range,
+        start: int,
+        purpose: Purpose,
+        world_size: int = 1,
+    ):
         self._items = items
         self._loader = loader
         self._num_samples = plan.num_rows
-        self._requests = requests(plan, virtual_workers, start, purpose)
+        self._requests = requests(plan, virtual_workers, start, purpose, world_size)
         self._is_open = self._has_begun = False
 
     def open(self) -> None:

@@ -13,7 +13,8 @@ from undula.data.stored.mixture import Mixture, StoredData, load_data
 from undula.data.stored.reader import stored_reader
 from undula.data.stored.rows import Batch, concatenated
 from undula.errors import ManifestError, UsageError
-from undula.plan.plan import Plan, PlanSpec, assign
+from undula.plan.plan import Plan, PlanSpec
+from undula.plan.tree import assign
 
 
 class Stream:

@@ -9,13 +9,13 @@ from torch import nn
 
 from undula.errors import UsageError
 from undula.parallel.capabilities import EngineKind, engine_with, features_of, refusal
-from undula.parallel.collectives import AllReduce, all_reduce_over
+from undula.parallel.collectives import AllRows, all_rows
 from undula.parallel.engines.engine import Engine
 from undula.parallel.layout import Layout
 from undula.parallel.parameters import features_of_model
 from undula.parallel.reduce.adasum import AdasumAccumulator
-from undula.parallel.reduce.buckets import BucketAccumulator
-from undula.parallel.reduce.exact import ExactAccumulator
+from undula.parallel.reduce.exchange import Exchange, TorchExchange
+from undula.parallel.reduce.tree import TreeAccumulator
 from undula.parallel.spec import Compression, EngineName, EngineSettings
 
 MakeEngine = Callable[[nn.Module, Layout], Engine]
@@ -39,30 +39,23 @@ def make_engine(module: nn.Module, layout: Layout, settings: EngineSettings) -> 
 
 
 def _engine_of(kind: EngineKind, layout: Layout, settings: EngineSettings) -> Engine:
-    compression = sent_as(settings.gradient.compression)
+    virtual_workers, compression = settings.virtual_workers, sent_as(settings.gradient.compression)
     match kind:
         case "fsdp":
             from undula.parallel.engines.fsdp import FSDPEngine
 
             return FSDPEngine(layout)
-        case "exact":
-            return Engine(layout, partial(ExactAccumulator, all_reduce=_all_reduce(layout, settings.engine)))
         case "adasum":
-            all_reduce = _all_reduce(layout, settings.engine)
+            rows = _all_rows(layout, settings.engine)
             return Engine(
-                layout,
-                partial(
-                    AdasumAccumulator, layout=layout, virtual_workers=settings.virtual_workers, all_reduce=all_reduce
-                ),
+                layout, partial(AdasumAccumulator, layout=layout, virtual_workers=virtual_workers, all_rows=rows)
             )
-        case "horovod":
-            from undula.parallel.reduce.horovod import HorovodAccumulator
-
-            return Engine(layout, partial(HorovodAccumulator, sent_as=compression))
         case "data parallel":
-            if layout.num_cells == 1:
-                return Engine(layout)
-            return Engine(layout, partial(BucketAccumulator, layout=layout, sent_as=compression))
+            if virtual_workers == 1 and compression is None:
+                return Engine(layout)  # there is nothing to add up
+            exchange = partial(_exchange, layout, settings) if layout.num_cells > 1 else None
+            tree = partial(TreeAccumulator, layout=layout, virtual_workers=virtual_workers, sent_as=compression)
+            return Engine(layout, partial(tree, make_exchange=exchange))
         case _:
             assert_never(kind)
 
@@ -74,18 +67,31 @@ def sent_as(compression: Compression) -> torch.dtype | None:
             return None
         case "fp16":
             return torch.float16
+        case "bf16":
+            return torch.bfloat16
         case _:
             assert_never(compression)
 
 
-def _all_reduce(layout: Layout, engine: EngineName) -> AllReduce:
-    """Return the function with which an accumulator that sends its results by itself sums a tensor over the ranks."""
+def _exchange(layout: Layout, settings: EngineSettings) -> Exchange:
+    match settings.engine:
+        case "torch":
+            return TorchExchange(layout, settings.virtual_workers)
+        case "horovod":
+            from undula.parallel.reduce.horovod import HorovodExchange
+
+            return HorovodExchange(layout, settings.virtual_workers)
+        case _:
+            assert_never(settings.engine)
+
+
+def _all_rows(layout: Layout, engine: EngineName) -> AllRows:
     match engine:
         case "torch":
-            return all_reduce_over(layout.shards)
+            return partial(all_rows, layout.shards)
         case "horovod":
-            from undula.parallel.reduce.horovod import sum_over_horovod
+            from undula.parallel.reduce import horovod
 
-            return sum_over_horovod
+            return horovod.all_rows
         case _:
             assert_never(engine)

@@ -1,14 +1,10 @@
 """Contract of the accumulators, each of which combines the gradients of all virtual workers into the gradient of a step."""
 
-from collections.abc import Iterable
-
-import torch
-from torch import Tensor, nn
+from torch import nn
 
 from undula.parallel.device_clock import Mark
 from undula.parallel.parameters import trainable
 from undula.plan.plan import MicroBatch
-from undula.state.pieces import as_real
 
 
 class Accumulator:
@@ -49,22 +45,3 @@ class Accumulator:
 
     def close(self) -> None:
         """Remove what is attached to the parameters. Without this, the model can stay in memory although nothing uses it."""
-
-
-class SeparateAccumulator(Accumulator):
-    """Accumulator that keeps sums outside of the parameters, where each micro-batch leaves a gradient of its own."""
-
-    def before_forward(self) -> None:
-        for parameter in self.parameters:
-            parameter.grad = None
-
-    def gradients(self) -> list[Tensor | None]:
-        """Return the gradient of each parameter as real numbers."""
-        return [None if parameter.grad is None else as_real(parameter.grad) for parameter in self.parameters]
-
-    def store(self, values: Iterable[Tensor | None]) -> None:
-        """Store gradients, given as real numbers of any precision, in the parameters."""
-        for parameter, value in zip(self.parameters, values, strict=True):
-            if value is not None and parameter.is_complex():
-                value = torch.view_as_complex(value.contiguous())
-            parameter.grad = None if value is None else value.to(parameter.dtype)

@@ -4,22 +4,18 @@ Maleki et al. 2020, arXiv:2006.02924, equation 4. The paper and Horovod combine 
 number of ranks. Here the gradients of virtual workers are combined in a tree that does not depend on the ranks.
 """
 
-from collections.abc import Mapping, Sequence
-
 import torch
 from torch import Tensor, nn
 
-from undula.parallel.collectives import AllReduce
+from undula.parallel.collectives import AllRows
 from undula.parallel.layout import Layout
-from undula.parallel.reduce.accumulator import SeparateAccumulator
+from undula.parallel.reduce.accumulator import Accumulator
 from undula.plan.plan import MicroBatch
+from undula.plan.tree import combined
 from undula.state.pieces import as_real
 
-Interval = tuple[int, int]
-"""Consecutive virtual workers: the first one, and the one after the last."""
 
-
-class AdasumAccumulator(SeparateAccumulator):
+class AdasumAccumulator(Accumulator):
     """Accumulator that combines the gradients of virtual workers by Adasum.
 
     Each rank needs memory for one gradient of each of its virtual workers, and for one gradient of each rank.
@@ -28,16 +24,17 @@ class AdasumAccumulator(SeparateAccumulator):
         module: Module on its device.
         layout: Layout of the worker group.
         virtual_workers: Number of virtual workers of the plan.
-        all_reduce: Function that sums a tensor over the ranks, in place.
+        all_rows: Function that returns the rows of all ranks.
     """
 
-    def __init__(self, module: nn.Module, layout: Layout, virtual_workers: int, all_reduce: AllReduce):
+    def __init__(self, module: nn.Module, layout: Layout, virtual_workers: int, all_rows: AllRows):
         super().__init__(module)
-        self._all_reduce = all_reduce
+        self._all_rows = all_rows
         self._device = layout.device
         self._all = (0, virtual_workers)
         self._own = layout.virtual_workers(virtual_workers)
-        self._exchanged = largest_within(self._all, layout.assignment(virtual_workers))
+        self._roots = layout.roots(virtual_workers)
+        self._cell = layout.cell
         self._likes = [as_real(parameter) for parameter in self.parameters]
         self._sizes = [like.numel() for like in self._likes]
         self._dtype = torch.float64 if any(like.dtype == torch.float64 for like in self._likes) else torch.float32
@@ -47,13 +44,18 @@ class AdasumAccumulator(SeparateAccumulator):
         self._samples = dict.fromkeys(self._own, 0)
         self._has_gradient = torch.zeros(len(self._sizes), device=self._device)
 
+    def before_forward(self) -> None:
+        """Free the gradients of the former micro-batch, which has a sum of its own."""
+        for parameter in self.parameters:
+            parameter.grad = None
+
     def add(self, micro_batch: MicroBatch) -> None:
         self._samples[micro_batch.virtual_worker] += micro_batch.samples
         parts = torch.split(self._sums[micro_batch.virtual_worker], self._sizes)
-        for place, (gradient, part) in enumerate(zip(self.gradients(), parts, strict=True)):
-            if gradient is not None:
+        for place, (parameter, part) in enumerate(zip(self.parameters, parts, strict=True)):
+            if parameter.grad is not None:
                 self._has_gradient[place] = 1
-                part += gradient.flatten()
+                part += as_real(parameter.grad).flatten()
 
     def finish(self, samples: int) -> None:
         """Combine the gradients of this rank's virtual workers, exchange the results, and combine those of all ranks on every rank."""
@@ -61,27 +63,24 @@ class AdasumAccumulator(SeparateAccumulator):
             # Losses are weighted by the samples of the step, but Adasum combines means over each virtual worker's own samples.
             self._sums[virtual_worker] *= samples / max(count, 1)
         leaves = {(virtual_worker, virtual_worker + 1): sums for virtual_worker, sums in self._sums.items()}
-        exchanged = self._zeros(len(self._exchanged))
-        for row, interval in zip(exchanged, self._exchanged, strict=True):
-            if interval[0] in self._own:
-                row.copy_(self._combined(interval, leaves))
+        own = torch.stack([combined(root, leaves, self._combine) for root in self._roots[self._cell]])
         self._sums = {}
         del leaves
-        self._all_reduce(exchanged)
-        self._all_reduce(self._has_gradient)
-        result = self._combined(self._all, dict(zip(self._exchanged, exchanged, strict=True)))
-        parts = zip(self._likes, torch.split(result, self._sizes), self._has_gradient.tolist(), strict=True)
-        self.store(part.view_as(like) if ranks else None for like, part, ranks in parts)
+        every = self._all_rows(own, list(map(len, self._roots)))
+        has_gradient = self._all_rows(self._has_gradient[None], [1] * len(self._roots)).sum(0)
+        nodes = (node for of_rank in self._roots for node in of_rank)
+        result = combined(self._all, dict(zip(nodes, every, strict=True)), self._combine)
+        parts = zip(self.parameters, self._likes, torch.split(result, self._sizes), has_gradient.tolist(), strict=True)
+        for parameter, like, part, ranks in parts:
+            value = torch.view_as_complex(part.view_as(like)) if parameter.is_complex() else part.view_as(like)
+            parameter.grad = value.to(parameter.dtype) if ranks else None
 
     def _zeros(self, rows: int) -> Tensor:
         return torch.zeros(rows, sum(self._sizes), dtype=self._dtype, device=self._device)
 
-    def _combined(self, interval: Interval, known: Mapping[Interval, Tensor]) -> Tensor:
-        """Return the combination of an interval, given those of some intervals of the tree."""
-        if interval in known:
-            return known[interval]
-        one, other = (torch.split(self._combined(half, known), self._sizes) for half in halves(interval))
-        return torch.cat([adasum(left, right) for left, right in zip(one, other, strict=True)])
+    def _combine(self, one: Tensor, other: Tensor) -> Tensor:
+        layers = zip(torch.split(one, self._sizes), torch.split(other, self._sizes), strict=True)
+        return torch.cat([adasum(left, right) for left, right in layers])
 
 
 def adasum(one: Tensor, other: Tensor) -> Tensor:
@@ -93,18 +92,3 @@ def adasum(one: Tensor, other: Tensor) -> Tensor:
     one_part = 1 - dot / (2 * one_squared) if one_squared else 1.0
     other_part = 1 - dot / (2 * other_squared) if other_squared else 1.0
     return one * one_part + other * other_part
-
-
-def halves(interval: Interval) -> tuple[Interval, Interval]:
-    """Split an interval into its two subtrees. The length of the first is the largest power of two below the length of the interval."""
-    begin, end = interval
-    middle = begin + 2 ** ((end - begin - 1).bit_length() - 1)
-    return (begin, middle), (middle, end)
-
-
-def largest_within(interval: Interval, shares: Sequence[range]) -> list[Interval]:
-    """Return the largest subtrees of `interval` that belong to a single rank each, given the virtual workers of each rank."""
-    begin, end = interval
-    if any(share.start <= begin and end <= share.stop for share in shares):
-        return [interval]
-    return [subtree for half in halves(interval) for subtree in largest_within(half, shares)]

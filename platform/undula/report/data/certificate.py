@@ -103,7 +103,7 @@ def certify(run: RecordedRun, data: Data, against: RecordedRun | None = None, to
         )
     if run.ledger.steps["weights_digest"].null_count == len(run.ledger.steps):
         certificate.not_proved.append(
-            "that the weights are the same: only runs with `deterministic: true` record digests of the weights"
+            "that the weights are the same: the run has no digests of them, which it records every few steps"
         )
     return certificate
 
@@ -271,16 +271,32 @@ def _check_against(run: RecordedRun, other: RecordedRun, tolerance: float, certi
     certificate.proved.append(
         f"{counted(len(rows), 'step')} as in {other.job.name}: the same samples and learning rates, with losses within {largest:.1e}"
     )
-    if both := int(
-        (rows["weights_digest"].is_valid().to_numpy() & others["weights_digest"].is_valid().to_numpy()).sum()
-    ):
-        certificate.proved.append(
-            f"the weights equal those of {other.job.name} bit for bit, according to {counted(both, 'digest')}"
-        )
+    _compare_weights(rows, others, other.job.name, certificate)
     if missing := max(len(run.ledger.steps), len(other.ledger.steps)) - len(rows):
         certificate.not_proved.append(
             f"that the last {counted(missing, 'step')} are as in {other.job.name}: only one run has them"
         )
+
+
+def _compare_weights(rows: pa.Table, others: pa.Table, name: str, certificate: Certificate) -> None:
+    """Tell whether the weights are equal bit for bit, as far as both runs have digests of them. Rounding may differ."""
+    both, differing = _differing(rows, others, "weights_digest")
+    if len(differing):
+        step = rows["step"][int(differing[0])].as_py()
+        certificate.not_proved.append(
+            f"that the weights equal those of {name} bit for bit: they differ after step {step} at the latest"
+        )
+    elif both:
+        certificate.proved.append(
+            f"the weights equal those of {name} bit for bit, according to {counted(both, 'digest')}"
+        )
+
+
+def _differing(rows: pa.Table, others: pa.Table, key: str) -> tuple[int, Any]:
+    """Return in how many rows both tables have a value of a column, and the places of those rows in which they differ."""
+    both = rows[key].is_valid().to_numpy() & others[key].is_valid().to_numpy()
+    unequal = rows[key].fill_null(0).to_numpy() != others[key].fill_null(0).to_numpy()
+    return int(both.sum()), np.flatnonzero(both & unequal)
 
 
 def _alike(rows: pa.Table, others: pa.Table) -> tuple[pa.Table, pa.Table]:
@@ -301,11 +317,10 @@ def _compare(rows: pa.Table, others: pa.Table, tolerance: float, name: str, clos
     Raises:
         _DifferenceError: A step differs by more than the tolerance.
     """
-    for key in ("sample_digest", "step_samples", "lr", "weights_digest"):
+    for key in ("sample_digest", "step_samples", "lr", *(() if tolerance else ("weights_digest",))):
         if key in close_keys:
             continue
-        both = rows[key].is_valid().to_numpy() & others[key].is_valid().to_numpy()
-        differing = np.flatnonzero(both & (rows[key].fill_null(0).to_numpy() != others[key].fill_null(0).to_numpy()))
+        _, differing = _differing(rows, others, key)
         if len(differing):
             step, here, there = (
                 table[of][int(differing[0])].as_py() for table, of in ((rows, "step"), (rows, key), (others, key))

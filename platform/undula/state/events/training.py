@@ -303,12 +303,12 @@ _WARNINGS: Mapping[WarningCode, str] = {
     "data.validation, or give them with the training data in the script.",
     "other_rates": "No group of the optimizer has the learning rate that is shown, because {detail}; pass lr=run.base_lr to the optimizer.",
     "batch_rule": "The batch rule may not suit the optimizer: {detail}.",
-    "mixed_machines": "The workers compute with different bits, so deterministic=true cannot make the run repeatable ({detail}); "
-    "use machines of one kind, with the same settings.",
+    "mixed_machines": "The results may differ in their last bits from those of other workers, because these compute with other bits "
+    "({detail}); use machines of one kind, with the same settings.",
     "no_finite_gradients": "The gradients of the last {detail} steps were infinite or NaN, so the weights have not changed since; "
     "look for a loss that is not finite, or train in bf16 or fp32.",
     "non_finite_gradient": "The gradient was {detail}, so that the weights may be lost; no checkpoint is written until it is finite again.",
-    "gradient_overflow": "The gradient has become infinite or NaN, perhaps because it was too large for {detail}; set it to none.",
+    "gradient_overflow": "The gradient has become infinite or NaN, perhaps because it was too large for {detail}; set it to bf16 or none.",
 }
 
 

@@ -1,6 +1,8 @@
 """Tests that a micro-batch of a script's dataset depends on its samples alone, not on the process that loads it or the world size."""
 
 import random
+from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,8 @@ from torch.utils.data import Subset
 from undula.data.script.items import Items, requests
 from undula.data.script.loader_processes import Loader
 from undula.data.script.reader import ScriptReader
-from undula.plan.plan import Plan, PlanSpec, assign
+from undula.plan.plan import Plan, PlanSpec
+from undula.plan.tree import assign
 
 SPEC = PlanSpec(global_batch=12, virtual_workers=4, micro_batch=2, epochs=2)
 PLAN = Plan(SPEC, ROWS)
@@ -27,13 +30,31 @@ def loaded(dataset: Any, num_workers: int = 0, world_size: int = 1, start: int =
     for virtual_workers in assign(plan.spec.virtual_workers, world_size):
         loader = Loader(num_workers)
         stream = ScriptReader(items, loader, plan, virtual_workers, start, "training")
-        for each in plan.work(range(start, plan.total_steps), virtual_workers):
+        steps = range(start, plan.total_steps)
+        for each in chain.from_iterable(plan.work(range(step, step + 1), virtual_workers) for step in steps):
             taken = stream.take(each.virtual_worker, each.samples)
             assert taken.batch["index"].tolist() == taken.ids.tolist()
             values = [taken.batch[name].flatten().tolist() for name in sorted(taken.batch)]
             found[each.step, each.virtual_worker, each.number] = values
         loader.close()
     return found
+
+
+def test_steps_that_workers_merge_are_loaded_one_virtual_worker_after_another() -> None:
+    plan = Plan(replace(PLAN.spec, batch="elastic"), ROWS)
+    alone, merged = (list(requests(plan, range(4), 0, "training", world_size)) for world_size in (1, 2))
+    assert plan.optimizer_step(0, 2).merged_steps == 2
+    work = plan.work(range(2), range(4))
+    assert [(each.virtual_worker, each.step) for each in work] == sorted(
+        (each.virtual_worker, each.step) for each in work
+    )
+    by_place = {
+        (each.step, each.virtual_worker, each.number): request for each, request in zip(work, merged, strict=False)
+    }
+    in_steps = [each for step in (0, 1) for each in plan.work(range(step, step + 1), range(4))]
+    for each, request in zip(in_steps, alone, strict=False):
+        assert by_place[each.step, each.virtual_worker, each.number].ids.tolist() == request.ids.tolist()
+    assert sorted(each.collate_key for each in merged) == sorted(each.collate_key for each in alone)
 
 
 def test_each_epoch_has_every_sample_once() -> None:

@@ -22,7 +22,8 @@ from undula.data.stored.manifest import Manifest
 from undula.data.stored.maps import Sample
 from undula.data.stored.mixture import Mixture
 from undula.data.stored.reader import stored_reader
-from undula.plan.plan import Plan, PlanSpec, assign
+from undula.plan.plan import Plan, PlanSpec
+from undula.plan.tree import assign
 
 NUM_ROWS = 83
 COLUMNS = {

@@ -19,7 +19,8 @@ from undula.data.stored.reads import WindowRead, WindowReads
 from undula.data.stored.shards import Shard
 from undula.data.stored.windows import HEAD_WINDOWS
 from undula.plan.order import EpochOrder
-from undula.plan.plan import Plan, PlanSpec, assign
+from undula.plan.plan import Plan, PlanSpec
+from undula.plan.tree import assign
 from undula.storage import Store
 
 NUM_ROWS = 331

@@ -1,0 +1,89 @@
+"""Sums of squares whose bits depend neither on the order of the terms nor on how tensors are split.
+
+A sum of squares is rounded correctly to float32, and there is only one such number. Nearly always, a sum in float64 with a bound of its
+error tells which. Where it is too close to the middle between two numbers of float32, the sum is computed in integers.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from undula.state.pieces import as_real, is_sharded_tensor
+
+PART = 2**16
+"""Number of elements that are summed at once. The bound of the error holds for so many."""
+ERROR = 1e-11
+"""Upper bound of the relative error of a sum in float64: 2^16 additions in any order make one of at most 7.3e-12."""
+_MANTISSA_BITS, _LEAST_EXPONENT, _EXPONENTS = 24, -149, 280
+"""Numbers of float32 are integers of 24 bits, times a power of two whose exponent is one of these."""
+
+
+def square_sums(groups: Sequence[Sequence[Tensor]]) -> Tensor:
+    """Return the sum of the squares of all elements of each group of tensors of one precision; shape [groups].
+
+    If ranks have shards of the tensors, the sums are over all ranks, and all ranks must call this. On GPUs, and for tensors in float64,
+    sums are not rounded correctly, because a GPU would have to be waited for.
+    """
+    shards = [[_local(tensor) for tensor in group] for group in groups]
+    parts = [[part for shard in group for part in torch.split(shard, PART)] for group in shards]
+    flat = [part for group in parts for part in group]
+    if not flat:
+        return torch.zeros(len(groups), device="cpu")
+    norms = torch.stack(torch._foreach_norm(flat, 2, dtype=torch.float64))
+    sums = torch.stack([each.sum() for each in torch.split(norms.square(), list(map(len, parts)))])
+    every: list[Any] = [tensor for group in groups for tensor in group]
+    mesh = next((tensor.device_mesh for tensor in every if is_sharded_tensor(tensor)), None)
+    _add_up(sums, mesh)
+    if flat[0].dtype == torch.float64:
+        return sums
+    low, high = (sums * (1 - ERROR)).float(), (sums * (1 + ERROR)).float()
+    if sums.device.type == "cpu":
+        for place in ((low != high) & sums.isfinite()).nonzero().flatten().tolist():
+            low[place] = _exact(shards[place], mesh)
+    return low
+
+
+def _local(tensor: Any) -> Tensor:
+    """Return the stored elements that this rank has of a tensor, as real numbers of at least 32 bits; shape [elements]."""
+    own: Tensor = tensor.to_local() if is_sharded_tensor(tensor) else tensor
+    own = as_real(own.coalesce().values() if own.is_sparse else own).detach().reshape(-1)
+    return own.to(torch.promote_types(own.dtype, torch.float32))
+
+
+def _add_up(values: Tensor, mesh: Any) -> None:
+    if mesh is not None:
+        dist.all_reduce(values, group=mesh.get_group())
+
+
+def _exact(shards: Sequence[Tensor], mesh: Any) -> float:
+    """Return a sum of squares rounded to float32, from integers whose sums are exact in any order.
+
+    The squared integers of the numbers of each exponent are summed in two halves, each of which fits for up to 2^39 numbers.
+    """
+    sums = torch.zeros(2, _EXPONENTS, dtype=torch.int64, device="cpu")
+    for part in (part for shard in shards for part in torch.split(shard, PART)):
+        mantissas, exponents = torch.frexp(part)
+        squares = (mantissas * 2.0**_MANTISSA_BITS).long().square()
+        places = exponents.long() - _LEAST_EXPONENT
+        sums[0].index_add_(0, places, squares >> _MANTISSA_BITS)
+        sums[1].index_add_(0, places, squares % 2**_MANTISSA_BITS)
+    _add_up(sums, mesh)
+    high, low = sums.tolist()
+    total = sum(
+        ((one << _MANTISSA_BITS) + other) << (2 * place)
+        for place, (one, other) in enumerate(zip(high, low, strict=True))
+    )
+    return _nearest(total, 2 * (_LEAST_EXPONENT - _MANTISSA_BITS))
+
+
+def _nearest(number: int, exponent: int) -> float:
+    """Return the float32 nearest to an integer times a power of two, the even one of two that are equally near."""
+    excess = max(number.bit_length() - _MANTISSA_BITS, _LEAST_EXPONENT - exponent, 0)
+    whole, rest = number >> excess, number % (1 << excess)
+    half = 1 << excess >> 1
+    rounds_up = rest > half or (rest == half and excess > 0 and whole % 2 == 1)
+    return math.ldexp(whole + rounds_up, exponent + excess)

@@ -1,0 +1,94 @@
+"""Tests of the accumulator along the tree: gradients have the same bits at any number of ranks, and buffers take little memory."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from engine_steps import placed, step_gradients
+from ranks import on_ranks
+from torch import Tensor, nn
+
+from undula.parallel.engines.engine import Engine
+from undula.parallel.reduce.tree import TreeAccumulator
+from undula.parallel.spec import Compression, GradientSpec
+
+
+class Kinds(nn.Module):
+    """Model with gradients of several dtypes, layouts and kinds. One layer is used by odd virtual workers only, and one by none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.convolution = nn.Conv2d(3, 5, 3).to(memory_format=torch.channels_last)
+        self.words = nn.Embedding(7, 3, sparse=True)
+        self.odd = nn.Linear(3, 3)
+        self.unused = nn.Linear(2, 2)
+        self.wide = nn.Linear(3, 1, dtype=torch.float64)
+        self.narrow = nn.Linear(3, 1, dtype=torch.bfloat16)
+        self.turn = nn.Parameter(torch.tensor([1 + 1j, 0.5 - 2j, 1j]))
+        self.scalar = nn.Parameter(torch.tensor(0.3))
+
+    def forward(self, images: Tensor, words: Tensor, is_odd: bool) -> Tensor:
+        features = self.convolution(images).mean((2, 3))[:, :3] + self.words(words)
+        features = self.odd(features) if is_odd else features
+        outputs = self.wide(features.double()).float() + self.narrow(features.bfloat16()).float()
+        return (outputs * (features * self.turn).abs() * self.scalar).square().mean()
+
+
+def _gradients(rank: int, world_size: int, steps: Sequence[tuple[int, ...]], gradient: GradientSpec) -> list[Any]:
+    """Return the gradients of some steps, given the samples of each virtual worker in each step."""
+    torch.manual_seed(0)
+    module = Kinds()
+    engine = placed(module, rank, world_size, len(steps[0]), gradient=gradient)
+    found = []
+    for number, samples in enumerate(steps):
+        torch.manual_seed(number)
+        images, words = (
+            torch.randn(sum(samples), 3, 8, 8).split(samples),
+            torch.randint(7, (sum(samples),)).split(samples),
+        )
+        module.odd.requires_grad_(number != 1)
+        found.append(step_gradients(engine, samples, lambda v: module(images[v], words[v], bool(v % 2))))  # noqa: B023
+    return found
+
+
+STEPS = {
+    "6": [(3, 2, 2, 2, 2, 2), (3, 2, 2, 2, 2, 2), (1, 1, 1, 0, 0, 0), (3, 2, 2, 2, 2, 2)],
+    "8": [(2, 2, 1, 2, 2, 2, 2, 3), (2, 2, 1, 2, 2, 2, 2, 3), (0, 0, 0, 0, 0, 1, 0, 0), (2, 2, 1, 2, 2, 2, 2, 3)],
+}
+
+
+@pytest.mark.parametrize(
+    ("virtual_workers", "compression", "world_sizes"),
+    [("6", "none", (2, 3, 4, 5)), ("8", "none", (3,)), ("6", "fp16", (2, 3)), ("8", "bf16", (2,))],
+)
+def test_gradients_have_the_same_bits_at_any_number_of_ranks(
+    virtual_workers: str, compression: Compression, world_sizes: tuple[int, ...]
+) -> None:
+    """From the second step on, gradients are sent during the backward pass; the second step has other parameters."""
+    arguments = (STEPS[virtual_workers], GradientSpec(compression=compression))
+    (alone,) = on_ranks(1, _gradients, *arguments)
+    assert [gradient is None for gradient in alone[0]].count(True) == 2  # of the unused layer
+    for world_size in world_sizes:
+        assert on_ranks(world_size, _gradients, *arguments) == [alone] * world_size
+
+
+def _held(rank: int, world_size: int, virtual_workers: int) -> float:
+    """Return how many gradients the buffers of this rank hold after some steps."""
+    module = nn.Sequential(*[nn.Linear(40, 40) for _ in range(8)])
+    engine: Engine = placed(module, rank, world_size, virtual_workers)
+    for _ in range(3):
+        step_gradients(engine, [2] * virtual_workers, lambda place: module(torch.ones(2, 40)).square().mean())
+    accumulator = engine._accumulator
+    assert isinstance(accumulator, TreeAccumulator)
+    accumulator.open(0)
+    buffers = [buffer.flat for bucket in accumulator._buckets for buffer in (*bucket._free, bucket._leaf) if buffer]
+    if accumulator._exchange:
+        buffers += [each.received for each in accumulator._exchange._transfers.values()]
+    return sum(map(torch.numel, buffers)) / sum(map(torch.numel, module.parameters()))
+
+
+@pytest.mark.parametrize(("virtual_workers", "most"), [(4, 3), (8, 4)])
+def test_buffers_hold_few_gradients(virtual_workers: int, most: int) -> None:
+    for world_size in (1, 2, 3):
+        assert max(on_ranks(world_size, _held, virtual_workers)) <= most * 1.05  # padding
