@@ -36,14 +36,14 @@ def square_sums(groups: Sequence[Sequence[Tensor]]) -> Tensor:
     norms = torch.stack(torch._foreach_norm(flat, 2, dtype=torch.float64))
     sums = torch.stack([each.sum() for each in torch.split(norms.square(), list(map(len, parts)))])
     every: list[Any] = [tensor for group in groups for tensor in group]
-    mesh = next((tensor.device_mesh for tensor in every if is_sharded_tensor(tensor)), None)
-    _add_up(sums, mesh)
+    sharded = next(filter(is_sharded_tensor, every), None)
+    _add_up(sums, sharded)
     if flat[0].dtype == torch.float64:
         return sums
     low, high = (sums * (1 - ERROR)).float(), (sums * (1 + ERROR)).float()
     if sums.device.type == "cpu":
         for place in ((low != high) & sums.isfinite()).nonzero().flatten().tolist():
-            low[place] = _exact(shards[place], mesh)
+            low[place] = _exact(shards[place], sharded)
     return low
 
 
@@ -54,12 +54,14 @@ def _local(tensor: Any) -> Tensor:
     return own.to(torch.promote_types(own.dtype, torch.float32))
 
 
-def _add_up(values: Tensor, mesh: Any) -> None:
-    if mesh is not None:
-        dist.all_reduce(values, group=mesh.get_group())
+def _add_up(values: Tensor, sharded: Any) -> None:
+    """Add up values over the ranks that have shards of a tensor, but not over those that have copies; nothing without such a tensor."""
+    for dimension, placement in enumerate(sharded.placements if sharded is not None else ()):
+        if placement.is_shard():
+            dist.all_reduce(values, group=sharded.device_mesh.get_group(dimension))
 
 
-def _exact(shards: Sequence[Tensor], mesh: Any) -> float:
+def _exact(shards: Sequence[Tensor], sharded: Any) -> float:
     """Return a sum of squares rounded to float32, from integers whose sums are exact in any order.
 
     The squared integers of the numbers of each exponent are summed in two halves, each of which fits for up to 2^39 numbers.
@@ -71,7 +73,7 @@ def _exact(shards: Sequence[Tensor], mesh: Any) -> float:
         places = exponents.long() - _LEAST_EXPONENT
         sums[0].index_add_(0, places, squares >> _MANTISSA_BITS)
         sums[1].index_add_(0, places, squares % 2**_MANTISSA_BITS)
-    _add_up(sums, mesh)
+    _add_up(sums, sharded)
     high, low = sums.tolist()
     total = sum(
         ((one << _MANTISSA_BITS) + other) << (2 * place)

@@ -6,7 +6,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from ranks import on_ranks
 from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from undula.state import squares
 from undula.state.squares import square_sums
@@ -32,6 +35,18 @@ def test_a_sum_does_not_depend_on_the_split_and_the_order(seed: int, parts: int)
     values = torch.randn(500, generator=generator) * scales
     shuffled = values[torch.randperm(500, generator=generator)]
     assert float(square_sums([list(shuffled.chunk(parts))])) == float(square_sums([[values]])) == _nearest(values)
+
+
+def _sharded(rank: int, world_size: int) -> list[float]:
+    mesh = init_device_mesh("cpu", (2, world_size // 2))
+    values = torch.linspace(-1, 1, 101)
+    placements = ([Shard(0), Shard(0)], [Replicate(), Shard(0)], [Shard(0), Replicate()])
+    return [float(square_sums([[distribute_tensor(values, mesh, each)]])) for each in placements]
+
+
+def test_a_tensor_whose_shards_have_copies_has_the_same_sum() -> None:
+    expected = float(square_sums([[torch.linspace(-1, 1, 101)]]))
+    assert on_ranks(4, _sharded) == [[expected] * 3] * 4
 
 
 @pytest.mark.parametrize("extra", [0.0, 2.0**-20, 2.0**-30, 2.0**-37])

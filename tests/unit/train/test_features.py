@@ -49,7 +49,7 @@ SCENARIOS = {
         ((3, (Group(5, "the memory of a node"),)), (2, (Group(),))), reads_ahead=True
     ),
 }
-HOROVOD = ("plain", "clipped", "rule noise_scale", "lars", "lamb")
+HOROVOD = ("plain", "clipped", "sparse gradients", "rule noise_scale", "lars", "lamb")
 
 
 @pytest.fixture(scope="module")
