@@ -26,12 +26,23 @@ def placed(module: nn.Module, rank: int, world_size: int, virtual_workers: int, 
 
 
 def step_gradients(engine: Engine, samples: Sequence[int], loss_of: Callable[[int], Tensor]) -> list[list[Any] | None]:
-    """Run a step, and return the gradient of each parameter.
+    """Run a step, and return the gradient of each parameter. The arguments are those of `run_backward`."""
+    run_backward(engine, samples, loss_of)
+    gradients = [parameter.grad for parameter in engine.parameters]
+    engine.free_gradients()
+    return [None if gradient is None else gradient.to_dense().flatten().tolist() for gradient in gradients]
+
+
+def run_backward(
+    engine: Engine, samples: Sequence[int], loss_of: Callable[[int], Tensor], max_norm: float | None = None
+) -> None:
+    """Leave the gradients of a step in the parameters.
 
     Args:
         engine: Engine with a module.
         samples: Number of samples of each virtual worker.
         loss_of: Function that returns the mean loss of a virtual worker.
+        max_norm: Norm to which a larger gradient is clipped; None for none.
     """
     layout = engine.layout
     own = assign(len(samples), layout.world_size)[layout.rank]
@@ -42,7 +53,4 @@ def step_gradients(engine: Engine, samples: Sequence[int], loss_of: Callable[[in
         engine.before_forward(is_last)
         micro_batch = MicroBatch(0, place, 0, samples[place])
         engine.backward(loss_of(place), samples[place] / sum(samples), micro_batch, is_last)
-    engine.finish_gradients(sum(samples), max_norm=None)
-    gradients = [parameter.grad for parameter in engine.parameters]
-    engine.free_gradients()
-    return [None if gradient is None else gradient.to_dense().flatten().tolist() for gradient in gradients]
+    engine.finish_gradients(sum(samples), max_norm=max_norm)

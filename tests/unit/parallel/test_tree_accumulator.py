@@ -74,18 +74,33 @@ def test_gradients_have_the_same_bits_at_any_number_of_ranks(
 
 
 def _held(rank: int, world_size: int, virtual_workers: int) -> float:
-    """Return how many gradients the buffers of this rank hold after some steps."""
+    """Return how many gradients this rank holds at most, in buffers and in the parameters."""
     module = nn.Sequential(*[nn.Linear(40, 40) for _ in range(8)])
     engine: Engine = placed(module, rank, world_size, virtual_workers)
-    for _ in range(3):
-        step_gradients(engine, [2] * virtual_workers, lambda place: module(torch.ones(2, 40)).square().mean())
     accumulator = engine._accumulator
     assert isinstance(accumulator, TreeAccumulator)
-    accumulator.open(0)
-    buffers = [buffer.flat for bucket in accumulator._buckets for buffer in (*bucket._free, bucket._leaf) if buffer]
-    if accumulator._exchange:
-        buffers += [each.received for each in accumulator._exchange._transfers.values()]
-    return sum(map(torch.numel, buffers)) / sum(map(torch.numel, module.parameters()))
+    most = 0.0
+
+    def count(gradient: Tensor) -> None:
+        nonlocal most
+        held = [buffer.flat for bucket in accumulator._buckets for buffer in bucket._roots.values()]
+        if accumulator._exchange:
+            held += [each.received for each in accumulator._exchange._transfers.values() if each.received is not None]
+        held += [
+            each
+            for bucket in accumulator._buckets
+            for root in bucket._fold.roots.values()
+            for each in root
+            if each is not None
+        ]
+        held += [parameter.grad for parameter in module.parameters() if parameter.grad is not None]
+        memory = {each.untyped_storage().data_ptr(): each.untyped_storage().nbytes() for each in held}
+        most = max(most, sum(memory.values()) / sum(parameter.nbytes for parameter in module.parameters()))
+
+    next(module.parameters()).register_post_accumulate_grad_hook(count)
+    for _ in range(3):
+        step_gradients(engine, [2] * virtual_workers, lambda place: module(torch.ones(2, 40)).square().mean())
+    return most
 
 
 @pytest.mark.parametrize(("virtual_workers", "most"), [(4, 3), (8, 4)])

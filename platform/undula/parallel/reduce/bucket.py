@@ -1,12 +1,13 @@
 """Buckets: gradients of several parameters in one contiguous tensor, and their sums along the tree over the virtual workers."""
 
-from collections.abc import Sequence
-from functools import cached_property
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from undula.plan.tree import Fold
+from undula.plan.tree import Fold, Node
 
 FIRST_BUCKET_BYTES = 2**20
 """Maximum size of the first bucket in bytes. It is small so that communication starts early."""
@@ -16,86 +17,74 @@ ALIGNMENT = 64
 """Bytes at whose multiples views and slices begin. Kernels may add unaligned numbers in another order."""
 
 
+Gradients = list[Tensor | None]
+"""Gradient of each parameter of a bucket, as real numbers; None for a parameter without one."""
+
+
 class Buffer:
     """Memory for one gradient of each parameter of a bucket.
 
     Args:
-        bucket: The bucket.
+        parameters: Parameters of the bucket.
+        sizes: Number of real numbers that each gradient takes, with its padding.
+        numel: Number of all numbers, which includes one for each parameter that says whether it has a gradient, and padding.
         dtype: Dtype of the numbers, which are real.
     """
 
-    def __init__(self, bucket: "Bucket", dtype: torch.dtype):
-        self._bucket = bucket
-        self.flat = torch.zeros(bucket.numel, dtype=dtype, device=bucket.parameters[0].device)
-        """Gradients, one count per parameter, and zeros as padding; shape [numel]."""
-
-    @cached_property
-    def views(self) -> list[Tensor]:
-        """Views of `flat` as gradients of the parameters, in their shapes, strides and dtypes."""
-        pieces = torch.split(self.flat[: sum(self._bucket.sizes)], self._bucket.sizes)
-        return [
-            _shaped_like(parameter, piece) for parameter, piece in zip(self._bucket.parameters, pieces, strict=True)
-        ]
-
-    @cached_property
-    def counts(self) -> Tensor:
-        """View of `flat` with the number of virtual workers that have a gradient of each parameter; shape [parameters]."""
-        start = sum(self._bucket.sizes)
-        return self.flat[start : start + len(self._bucket.parameters)]
+    def __init__(self, parameters: Sequence[nn.Parameter], sizes: list[int], numel: int, dtype: torch.dtype):
+        self.flat = torch.zeros(numel, dtype=dtype, device=parameters[0].device)
+        """All numbers; shape [numel]."""
+        pieces = torch.split(self.flat[: sum(sizes)], sizes)
+        self.reals = list(map(_shaped_like, parameters, pieces))
+        """Views of `flat` as gradients of the parameters, in their shapes and strides; those of complex parameters have an axis more."""
+        self.presence = self.flat[sum(sizes) : sum(sizes) + len(parameters)]
+        """View of `flat` with a number for each parameter, which is 0 if it has no gradient; shape [parameters]."""
 
 
 class Bucket:
     """Gradients of some parameters of one dtype and device.
 
-    The gradient of a virtual worker, a *leaf*, accumulates in a buffer. A leaf that is closed is added to the others along the tree.
-    Buffers keep their memory between steps.
+    The gradient of a virtual worker, a *leaf*, accumulates in the parameters. A leaf that is closed is added to the others along the tree.
+    The first leaf of a root is copied to a buffer, to which the others are added. Buffers keep their memory between steps.
 
     Args:
         parameters: Parameters of the bucket.
         virtual_workers: Number of virtual workers of the plan.
+        roots: Roots of this rank.
         num_slices: Number of aligned slices of equal length into which buffers can be cut.
         sent_as: Dtype to which each sum is rounded; None for their own dtype.
     """
 
     def __init__(
-        self, parameters: Sequence[nn.Parameter], virtual_workers: int, num_slices: int, sent_as: torch.dtype | None
+        self,
+        parameters: Sequence[nn.Parameter],
+        virtual_workers: int,
+        roots: Sequence[Node],
+        num_slices: int,
+        sent_as: torch.dtype | None,
     ):
         self.parameters = parameters
         self._virtual_workers = virtual_workers
-        self._dtype = parameters[0].dtype.to_real()
-        self._sent_as = sent_as or self._dtype
-        unit = ALIGNMENT // min(self._dtype.itemsize, self._sent_as.itemsize)
-        self.sizes = [_rounded_up(each.numel() * (1 + each.is_complex()), unit) for each in parameters]
-        """Number of real numbers that each gradient takes, with its padding."""
-        self.numel = _rounded_up(sum(self.sizes) + len(parameters), unit * num_slices)
-        self._free: list[Buffer] = []
-        self._leaf: Buffer | None = None
-        self._result: Buffer | None = None
-        self._fold = Fold[Buffer | None](virtual_workers, self._add)
-        self.ready: set[int] = set()
-        """Places of the parameters whose gradients the last backward pass has added to."""
+        dtype = parameters[0].dtype.to_real()
+        self._sent_as = sent_as or dtype
+        unit = ALIGNMENT // min(dtype.itemsize, self._sent_as.itemsize)
+        sizes = [_rounded_up(each.numel() * (1 + each.is_complex()), unit) for each in parameters]
+        make_buffer = partial(Buffer, parameters, sizes, _rounded_up(sum(sizes) + len(parameters), unit * num_slices))
+        self._roots = {begin: make_buffer(self._sent_as) for begin, _ in roots}
+        """Buffer of each root of this rank, by its first virtual worker."""
+        self._result = next(iter(self._roots.values())) if self._sent_as == dtype else make_buffer(dtype)
         self.begin_step()
 
     def begin_step(self) -> None:
-        """Take back the gradients of the former step, which may not have been finished."""
-        former = (*self._fold.roots.values(), self._result)
-        self._free += [buffer for buffer in former if buffer is not None and buffer is not self._leaf]
-        self._fold = Fold[Buffer | None](self._virtual_workers, self._add)
-        self._result = None
+        """Begin a step. The former one may not have been finished."""
+        self._fold = Fold[Gradients](self._virtual_workers, _add)
         self._present: set[int] = set()
-        self.ready = set()
+        self.ready: set[int] = set()
+        """Places of the parameters whose gradients the last backward pass has added to."""
 
     @property
     def is_complete(self) -> bool:
         return len(self.ready) == len(self.parameters)
-
-    def accumulated(self, place: int) -> None:
-        """Move the gradient that a backward pass has left in the parameter at `place` to the open leaf, unless it is there already."""
-        parameter, view = self.parameters[place], self._open_leaf().views[place]
-        if parameter.grad is not view:
-            assert parameter.grad is not None
-            view.copy_(parameter.grad)
-            parameter.grad = view
 
     def close_leaf(self, virtual_worker: int, is_last: bool) -> None:
         """Take over the gradient of a virtual worker from the parameters.
@@ -103,39 +92,35 @@ class Bucket:
         The parameters have no gradient afterwards, unless it is the last one of this rank in the step: then they keep it, so that a change
         by the script is noticed, although it no longer counts.
         """
-        leaf = self._open_leaf()
-        has = [parameter.grad is not None for parameter in self.parameters]
-        for parameter, view in zip(self.parameters, leaf.views, strict=True):
-            if parameter.grad is None:
-                view.zero_()
-            else:
-                if parameter.grad is not view:  # set by a hook of a library, not by a backward pass
-                    view.copy_(parameter.grad)
-                parameter.grad = view if is_last else None
-        if all(has):
-            leaf.counts.fill_(1)
-        else:
-            leaf.counts.copy_(torch.tensor(has, device="cpu"))
-        self._present |= {place for place, is_present in enumerate(has) if is_present}
-        if self._sent_as != self._dtype:
-            rounded = self._buffer(self._sent_as)
-            rounded.flat.copy_(leaf.flat)
-            self._fold.push(virtual_worker, rounded)
-        else:
-            self._leaf = None
-            self._fold.push(virtual_worker, leaf)
+        leaf = [None if parameter.grad is None else _real(parameter.grad.detach()) for parameter in self.parameters]
+        self._present |= {place for place, gradient in enumerate(leaf) if gradient is not None}
+        self._push(virtual_worker, leaf)
+        if not is_last:
+            for parameter in self.parameters:
+                parameter.grad = None
 
     def skip_leaf(self, virtual_worker: int) -> None:
         """Close the leaf of a virtual worker that has no samples in the step. It counts as zero."""
-        self._fold.push(virtual_worker, None)
+        self._push(virtual_worker, [None] * len(self.parameters))
+
+    def _push(self, virtual_worker: int, leaf: Gradients) -> None:
+        if root := self._roots.get(virtual_worker):
+            for view, gradient in zip(root.reals, leaf, strict=True):
+                if gradient is None:
+                    view.zero_()
+            _each(torch._foreach_copy_, root.reals, leaf)
+            leaf = [*root.reals]
+        elif self._sent_as != self._result.flat.dtype:
+            leaf = [None if gradient is None else gradient.to(self._sent_as) for gradient in leaf]
+        self._fold.push(virtual_worker, leaf)
 
     def roots(self) -> list[Tensor]:
-        """Return the sums of this rank's subtrees, each of shape [numel]; zeros for a subtree without a leaf."""
-        for node, buffer in self._fold.roots.items():
-            if buffer is None:
-                self._fold.roots[node] = empty = self._buffer(self._sent_as)
-                empty.flat.zero_()
-        return [buffer.flat for buffer in self._fold.roots.values() if buffer is not None]
+        """Return the sums of this rank's subtrees, each of shape [numel]."""
+        for root in self._roots.values():
+            root.presence.fill_(1)
+            for place in set(range(len(self.parameters))) - self._present:
+                root.presence[place] = 0
+        return [root.flat for root in self._roots.values()]
 
     def store(self, is_shared: bool) -> None:
         """Set the gradients of the parameters to the sum of the step, which is in the memory of this rank's first root.
@@ -143,42 +128,35 @@ class Bucket:
         Args:
             is_shared: Whether it includes the sums of other ranks, which may have gradients of other parameters.
         """
-        first, *others = self._fold.roots.values()
-        self._fold.roots = {}
-        self._free += [buffer for buffer in others if buffer is not None]
-        if first is None:
-            return
-        # Now the sign of a zero does not depend on which virtual workers had no gradient.
-        first.flat.add_(0.0)
-        if self._sent_as != self._dtype:
-            self._free.append(first)
-            self._result = self._open_leaf()
-            self._result.flat.copy_(first.flat)
-        else:
-            self._result = first
-        # Reading the counts waits for the device, so only a rank that lacks gradients checks whether other ranks have them.
+        first = next(iter(self._roots.values()))
+        # The sign of a zero must not depend on which virtual workers had no gradient.
+        torch.add(first.flat, 0.0, out=self._result.flat)
+        # Reading this waits for the device, so only a rank that lacks gradients checks whether other ranks have them.
         if is_shared and len(self._present) < len(self.parameters):
-            self._present = {place for place, count in enumerate(self._result.counts.tolist()) if count}
+            self._present = {place for place, number in enumerate(self._result.presence.tolist()) if number}
         for place in self._present:
-            self.parameters[place].grad = self._result.views[place]
+            parameter, view = self.parameters[place], self._result.reals[place]
+            parameter.grad = torch.view_as_complex(view) if parameter.is_complex() else view
 
-    def _open_leaf(self) -> Buffer:
-        if self._leaf is None:
-            self._leaf = self._buffer(self._dtype)
-        return self._leaf
 
-    def _buffer(self, dtype: torch.dtype) -> Buffer:
-        for place, buffer in enumerate(self._free):
-            if buffer.flat.dtype == dtype:
-                return self._free.pop(place)
-        return Buffer(self, dtype)
+def _add(left: Gradients, right: Gradients) -> Gradients:
+    """Add the gradients of a subtree to those of its sibling. None counts as zero."""
+    _each(torch._foreach_add_, left, right)
+    return [other if own is None else own for own, other in zip(left, right, strict=True)]
 
-    def _add(self, left: Buffer | None, right: Buffer | None) -> Buffer | None:
-        if left is None or right is None:
-            return left or right
-        left.flat.add_(right.flat)
-        self._free.append(right)
-        return left
+
+def _each(
+    function: Callable[[list[Tensor], list[Tensor]], Any], left: Sequence[Tensor | None], right: Gradients
+) -> None:
+    """Call one of torch's functions on lists of tensors with the pairs of which neither is None."""
+    pairs = [(own, other) for own, other in zip(left, right, strict=True) if own is not None and other is not None]
+    if pairs:
+        owns, others = zip(*pairs, strict=True)
+        function([*owns], [*others])
+
+
+def _real(gradient: Tensor) -> Tensor:
+    return torch.view_as_real(gradient.resolve_conj()) if gradient.is_complex() else gradient
 
 
 def divide(parameters: Sequence[nn.Parameter]) -> list[list[nn.Parameter]]:
@@ -208,22 +186,9 @@ def _shaped_like(parameter: nn.Parameter, piece: Tensor) -> Tensor:
     """Return a view of `piece` with the shape of the parameter, and with its strides if it has no gaps.
 
     Optimizers process all parameters at once only if gradients have the strides of their parameters, and kernels depend on strides.
+
+    Returns:
+        View of real numbers, which has an axis of 2 more for a complex parameter.
     """
-    numbers = piece[: parameter.numel() * (1 + parameter.is_complex())]
-    if parameter.is_complex():
-        numbers = torch.view_as_complex(numbers.view(-1, 2))
-    return (
-        numbers.as_strided(parameter.size(), parameter.stride())
-        if _is_dense(parameter)
-        else numbers.view(parameter.size())
-    )
-
-
-def _is_dense(tensor: Tensor) -> bool:
-    """Return whether the elements of a tensor are contiguous in memory, in some order of the dimensions."""
-    expected = 1
-    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
-        if size != 1 and stride != expected:
-            return False
-        expected *= size
-    return True
+    like = _real(torch.empty_like(parameter.detach(), device="meta"))
+    return piece.as_strided(like.size(), like.stride())

@@ -135,19 +135,22 @@ class TorchExchange(Exchange):
     def _await_roots(self, transfer: Transfer) -> list[Tensor]:
         _await(transfer)
         assert transfer.received is not None
-        own = transfer.own if self._swaps else [self._slices(root)[self._rank] for root in transfer.own]
+        if self._swaps:
+            return [*transfer.own, *transfer.received]  # the order of two terms does not matter
+        own = [self._slices(root)[self._rank] for root in transfer.own]
         before = sum(self._counts[: self._rank])
         return [*transfer.received[:before], *own, *transfer.received[before:]]
 
     def _send_sums(self, transfer: Transfer, total: Tensor) -> None:
-        slices = [transfer.own[0]] if self._swaps else self._slices(transfer.own[0])
-        mine = slices[0 if self._swaps else self._rank]
+        if self._swaps:
+            return  # each rank has added the other's root to its own
+        slices = self._slices(transfer.own[0])
+        mine = slices[self._rank]
         if total.data_ptr() != mine.data_ptr():
             mine.copy_(total)
-        if not self._swaps:
-            number = max(self._counts)
-            incoming = [(slices[rank], rank, number) for rank in self._others]
-            self._begin(transfer, incoming, [(mine, rank, number) for rank in self._others])
+        number = max(self._counts)
+        incoming = [(slices[rank], rank, number) for rank in self._others]
+        self._begin(transfer, incoming, [(mine, rank, number) for rank in self._others])
 
     def _await_sums(self, transfer: Transfer) -> None:
         _await(transfer)

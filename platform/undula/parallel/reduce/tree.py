@@ -56,7 +56,8 @@ class TreeAccumulator(Accumulator):
         in_sparse = [parameter for parameter in self.parameters if parameter in sparse]
         self._sparse = SparseSums(in_sparse, layout, virtual_workers, sent_as)
         dense = [parameter for parameter in self.parameters if parameter not in sparse]
-        self._buckets = [Bucket(each, virtual_workers, layout.num_cells, sent_as) for each in divide(dense)]
+        roots = layout.roots(virtual_workers)[layout.cell]
+        self._buckets = [Bucket(each, virtual_workers, roots, layout.num_cells, sent_as) for each in divide(dense)]
         self._place = {
             parameter: (bucket, index) for bucket in self._buckets for index, parameter in enumerate(bucket.parameters)
         }
@@ -118,17 +119,16 @@ class TreeAccumulator(Accumulator):
 
     def _accumulated(self, parameter: Tensor) -> None:
         assert isinstance(parameter, nn.Parameter)
+        if not self._is_last:
+            return
         bucket, index = self._place[parameter]
-        if self._is_last and index in bucket.ready:
+        if index in bucket.ready:
             self._repeats, self._overlaps = True, False
             if bucket in self._buckets[: self._num_sent]:
                 raise UsageError(
                     "a backward pass added to a gradient again after it had been sent, which did not happen in the first step; "
                     "if the model uses activation checkpointing, set use_reentrant=False"
                 )
-        bucket.accumulated(index)
-        if not self._is_last:
-            return
         bucket.ready.add(index)
         # All ranks send the buckets in the same order, because their messages must match.
         while self._overlaps and self._num_sent < len(self._buckets) and self._buckets[self._num_sent].is_complete:
