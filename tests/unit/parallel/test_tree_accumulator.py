@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from engine_steps import placed, step_gradients
 from ranks import on_ranks
 from torch import Tensor, nn
@@ -107,3 +108,32 @@ def _held(rank: int, world_size: int, virtual_workers: int) -> float:
 def test_buffers_hold_few_gradients(virtual_workers: int, most: int) -> None:
     for world_size in (1, 2, 3):
         assert max(on_ranks(world_size, _held, virtual_workers)) <= most * 1.05  # padding
+
+
+def _sent(rank: int, world_size: int, virtual_workers: int) -> float:
+    """Return the size of the messages of this rank in a step, in gradients."""
+    module = nn.Linear(400, 400)
+    engine = placed(module, rank, world_size, virtual_workers)
+    sent = 0
+    send = dist.batch_isend_irecv
+
+    def count(messages: list[dist.P2POp]) -> list[dist.Work]:
+        nonlocal sent
+        sent += sum(message.tensor.nbytes for message in messages if message.op is dist.isend)
+        return send(messages)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "batch_isend_irecv", count)
+        step_gradients(engine, [1] * virtual_workers, lambda place: module(torch.ones(1, 400)).square().mean())
+    return sent / sum(parameter.nbytes for parameter in module.parameters())
+
+
+@pytest.mark.parametrize(
+    ("virtual_workers", "world_size", "of_ring"),
+    [(4, 2, 1), (4, 4, 1), (8, 2, 1), (8, 4, 1), (6, 3, 1), (6, 4, 1), (6, 2, 1.5), (8, 3, 4 / 3)],
+)
+def test_messages_take_the_bytes_of_a_ring_where_each_rank_has_a_subtree(
+    virtual_workers: int, world_size: int, of_ring: float
+) -> None:
+    ring = 2 * (world_size - 1)
+    assert sum(on_ranks(world_size, _sent, virtual_workers)) == pytest.approx(of_ring * ring, rel=0.01)

@@ -1,11 +1,12 @@
-"""Sum of small tensors along the tree over the virtual workers."""
+"""Sum of tensors along the tree over the virtual workers, for what is not a gradient."""
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from undula.parallel.collectives import all_rows
 from undula.parallel.layout import Layout
-from undula.plan.tree import Fold, combined
+from undula.parallel.reduce.exchange import TorchExchange
+from undula.plan.tree import Fold
 
 
 class TreeSum:
@@ -17,14 +18,14 @@ class TreeSum:
     """
 
     def __init__(self, layout: Layout | None, virtual_workers: int):
-        self._layout = layout
-        self._all = (0, virtual_workers)
+        self._virtual_workers = virtual_workers
         self._own = layout.virtual_workers(virtual_workers) if layout else range(virtual_workers)
-        self._roots = layout.roots(virtual_workers) if layout else [(self._all,)]
+        self._num_slices = layout.num_cells if layout else 1
+        self._exchange = TorchExchange(layout, virtual_workers) if layout and layout.num_cells > 1 else None
         self.begin_step()
 
     def begin_step(self) -> None:
-        self._fold = Fold[Tensor | None](self._all[1], added)
+        self._fold = Fold[Tensor | None](self._virtual_workers, added)
         self._open = self._own.start
         self._leaf: Tensor | None = None
 
@@ -37,14 +38,18 @@ class TreeSum:
         """Return the sum. All ranks must call this together.
 
         Args:
-            like: Tensor that has the shape, dtype and device of the sum.
+            like: Tensor that has the shape [elements], the dtype and the device of the sum.
         """
         self._close_until(self._own.stop)
-        own = torch.stack([torch.zeros_like(like) if root is None else root for root in self._fold.roots.values()])
-        every = all_rows(self._layout.shards, own, list(map(len, self._roots))) if self._layout else own
-        nodes = (node for of_rank in self._roots for node in of_rank)
-        total: Tensor = combined(self._all, dict(zip(nodes, every, strict=True)), torch.add)
-        return total + 0.0
+        padding = -len(like) % self._num_slices
+        roots = [
+            F.pad(torch.zeros_like(like) if root is None else root, (0, padding)) for root in self._fold.roots.values()
+        ]
+        if self._exchange:
+            self._exchange.begin_step()
+            self._exchange.send(0, roots)
+            self._exchange.finish(0)
+        return roots[0][: len(like)] + 0.0
 
     def _close_until(self, virtual_worker: int) -> None:
         for closed in range(self._open, virtual_worker):
