@@ -226,7 +226,7 @@ def _checked(
 def _check_horovod(loaded: LoadedSpec, has_gpus: bool) -> None:
     from undula.elastic.ray.horovod import check  # which imports Ray Train
 
-    check(loaded.spec.horovod, has_gpus)
+    check(has_gpus)
 
 
 def _refuse_format_on_cpu(loaded: LoadedSpec) -> None:

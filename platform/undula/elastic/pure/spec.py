@@ -108,7 +108,7 @@ class HorovodSpec:
     (HOROVOD_GLOO_TIMEOUT_SECONDS). A rank that computes does answer, however long it takes. Ranks do not wait for a rank that is known
     to be lost."""
     fusion_threshold_mib: Annotated[float, Ge(0)] | None = None
-    """Maximum MiB of gradients that are fused into one message (HOROVOD_FUSION_THRESHOLD); by default 128, or the value that
+    """Maximum MiB of sums of gradients that are fused into one message (HOROVOD_FUSION_THRESHOLD); by default 128, or the value that
     autotune finds."""
     cycle_time_ms: Annotated[float, Gt(0)] | None = None
     """Milliseconds between two checks for gradients that are ready on all ranks (HOROVOD_CYCLE_TIME). The default is the value that
@@ -127,9 +127,6 @@ class HorovodSpec:
     the file name."""
     timeline_mark_cycles: bool = False
     """Whether the timeline shows each check for gradients (HOROVOD_TIMELINE_MARK_CYCLES)."""
-    hierarchical_allreduce: bool = False
-    """Whether NCCL sums gradients within each node before it sums them across nodes (HOROVOD_TORUS_ALLREDUCE, because
-    HOROVOD_HIERARCHICAL_ALLREDUCE needs MPI)."""
     stall_check_s: Annotated[int, Ge(0)] = 60
     """Seconds after which Horovod logs the tensors that some ranks have not submitted (HOROVOD_STALL_CHECK_TIME_SECONDS); 0 disables
     the check."""
@@ -170,7 +167,6 @@ class HorovodSpec:
             "AUTOTUNE_LOG": self.autotune_log and _with_group(self.autotune_log, group),
             "TIMELINE": self.timeline and _with_group(self.timeline, group),
             "TIMELINE_MARK_CYCLES": int(self.timeline_mark_cycles),
-            "TORUS_ALLREDUCE": int(self.hierarchical_allreduce),
             "STALL_CHECK_DISABLE": int(self.stall_check_s == 0),
             "STALL_CHECK_TIME_SECONDS": self.stall_check_s or None,
             "STALL_SHUTDOWN_TIME_SECONDS": self.stall_shutdown_s,

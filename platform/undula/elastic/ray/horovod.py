@@ -207,23 +207,18 @@ def import_horovod() -> Any:
         ) from error
 
 
-def check(spec: HorovodSpec, has_gpus: bool) -> None:
-    """Check that the installed Horovod supports a spec.
+def check(has_gpus: bool) -> None:
+    """Check that the installed Horovod supports a job.
 
     Args:
-        spec: Settings of Horovod.
         has_gpus: Whether the workers use GPUs.
 
     Raises:
         ClusterError: Horovod is not installed, or lacks a feature.
     """
     hvd = import_horovod()
-    for feature, is_wanted, other_fix in (
-        ("engine: horovod with GPUs", has_gpus, "set workers.gpus=0"),
-        ("horovod.hierarchical_allreduce", spec.hierarchical_allreduce, "remove it"),
-    ):
-        if is_wanted and not hvd.nccl_built():
-            raise ClusterError(
-                f"{feature} needs a Horovod with NCCL, and this one has none; run HOROVOD_GPU_OPERATIONS=NCCL undula build-horovod, "
-                f"or {other_fix}"
-            )
+    if has_gpus and not hvd.nccl_built():
+        raise ClusterError(
+            "engine: horovod with GPUs needs a Horovod with NCCL, and this one has none; run HOROVOD_GPU_OPERATIONS=NCCL undula "
+            "build-horovod, or set workers.gpus=0"
+        )

@@ -198,7 +198,7 @@ class ElasticHorovodTrainer(ElasticTrainer):
         **elastic: Any,
     ):
         horovod_config = horovod_config or HorovodConfig()
-        check(horovod_config.spec, has_gpus=scaling_config is not None and bool(scaling_config.use_gpu))
+        check(has_gpus=scaling_config is not None and bool(scaling_config.use_gpu))
         super().__init__(
             train_loop_per_worker,
             train_loop_config=train_loop_config,
