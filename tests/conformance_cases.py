@@ -112,6 +112,7 @@ def write_job(folder: Path) -> str:
         "data": {"train": f"{folder}/data", "validation": f"{folder}/data"},
         "plan": {"global_batch": ROWS, "virtual_workers": 2},
         "schedule": {"base_lr": 0.05},
+        "validation": {"samples": 2 * ROWS},
     }
     (folder / "job.yaml").write_text(yaml.safe_dump(job))
     return f"{folder}/job.yaml"

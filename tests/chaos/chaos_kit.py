@@ -32,7 +32,7 @@ SLOW_S = 0.3
 JOB = (
     *MODEL,
     *PLAN,
-    *("config.model.dropout=0.1", "deterministic=true"),
+    "config.model.dropout=0.1",
     "schedule.decay=constant",
     *("checkpoint.every_steps=25", "validation.every_steps=50", "workers.min=1", "workers.grow=always"),
 )

@@ -108,7 +108,6 @@ def test_an_elastic_batch_follows_the_workers_and_the_rate_follows_the_batch(
     spot: Nodes, text: str, tmp_path: Path
 ) -> None:
     batch = (
-        "deterministic=false",
         "plan.batch=elastic",
         "schedule.base_lr=3e-4",
         "schedule.batch_rule=linear",

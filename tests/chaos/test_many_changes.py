@@ -105,7 +105,6 @@ def slope(values: Sequence[float]) -> float:
 def test_twenty_changes_of_the_group_leave_nothing_behind(text: str, tmp_path: Path, shard: str) -> None:
     settings = (
         "workers.max=2",
-        "deterministic=false",
         "schedule.base_lr=3e-4",
         "checkpoint.every_steps=20",
     )

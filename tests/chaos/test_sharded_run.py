@@ -52,7 +52,6 @@ def test_a_sharded_model_survives_resizes_and_lost_ranks(spot: Nodes, text: str,
     # At a higher rate, rounding errors grow without bound.
     settings = (
         f"plan.max_steps={STEPS}",
-        "deterministic=false",
         "checkpoint.every_steps=1000",
         "schedule.base_lr=3e-4",
     )
@@ -71,7 +70,7 @@ def test_a_sharded_model_survives_resizes_and_lost_ranks(spot: Nodes, text: str,
 
 @pytest.mark.soak
 def test_ranks_that_wait_for_one_without_data_are_not_lost(spot: Nodes, text: str, tmp_path: Path) -> None:
-    settings = ("plan.max_steps=30", "deterministic=false", "workers.min=2")
+    settings = ("plan.max_steps=30", "workers.min=2")
     job = command(text, str(tmp_path), "stalled", *settings, script=wrapped(tmp_path, HOOK + STALL))
     run_through([], spot, job, f"{tmp_path}/stalled")
     assert events_in(f"{tmp_path}/stalled", CrashEvent) == []

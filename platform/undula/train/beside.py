@@ -41,7 +41,7 @@ def _modules() -> list[nn.Module]:
     interpreter's lock, and only the classes come out; their instances are then among what refers to a class.
     """
     objects = chain.from_iterable(starmap(gc.get_objects, [()]))
-    classes = set(filter(nn.Module.__subclasscheck__, map(type, objects)))
+    classes = filter(nn.Module.__subclasscheck__, set(map(type, objects)))
     # The class is asked, because isinstance() would run code of stand-ins for objects that are made when they are used.
     return [each for each in gc.get_referrers(*classes) if issubclass(type(each), nn.Module)]
 
