@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from undula.parallel.engines.engine import Engine
 from undula.parallel.reduce.tree import TreeAccumulator
 from undula.parallel.spec import Compression, GradientSpec
+from undula.plan.plan import MicroBatch
 
 
 class Kinds(nn.Module):
@@ -137,3 +138,39 @@ def test_messages_take_the_bytes_of_a_ring_where_each_rank_has_a_subtree(
 ) -> None:
     ring = 2 * (world_size - 1)
     assert sum(on_ranks(world_size, _sent, virtual_workers)) == pytest.approx(of_ring * ring, rel=0.01)
+
+
+class _OneMemory(nn.Module):
+    """Model whose two parameters get gradients that are one memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.other = nn.Parameter(torch.ones(4, 3)), nn.Parameter(torch.ones(4, 3))
+
+    def forward(self, factor: float) -> Tensor:
+        return (factor * (self.one.unsqueeze(0) + self.other.unsqueeze(0))).square().mean()
+
+
+def _of_one_memory(rank: int, world_size: int, virtual_workers: int) -> list[Any]:
+    """Return the gradients of a step with four micro-batches on each of some virtual workers."""
+    torch.manual_seed(0)
+    module = _OneMemory()
+    engine = placed(module, rank, world_size, virtual_workers)
+    own = engine.layout.virtual_workers(virtual_workers)
+    engine.begin_step(4 * len(own))
+    for virtual_worker in own:
+        for number in range(4):
+            is_last = (virtual_worker, number) == (own[-1], 3)
+            engine.before_forward(is_last)
+            weight = 1 / (4 * virtual_workers)
+            engine.backward(module(1.0), weight, MicroBatch(0, virtual_worker, number, 1), is_last)
+    engine.finish_gradients(4 * virtual_workers)
+    return [parameter.grad.tolist() for parameter in module.parameters() if parameter.grad is not None]
+
+
+@pytest.mark.parametrize(("virtual_workers", "world_size"), [(1, 1), (4, 1), (4, 2)])
+def test_gradients_that_are_one_memory_are_added_up_apart(virtual_workers: int, world_size: int) -> None:
+    module = _OneMemory()
+    expected = torch.autograd.grad(module(1.0), [*module.parameters()])
+    for gradients in on_ranks(world_size, _of_one_memory, virtual_workers):
+        torch.testing.assert_close(torch.tensor(gradients), torch.stack(expected))

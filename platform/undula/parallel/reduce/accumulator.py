@@ -1,6 +1,6 @@
 """Contract of the accumulators, each of which combines the gradients of all virtual workers into the gradient of a step."""
 
-from torch import nn
+from torch import Tensor, nn
 
 from undula.parallel.device_clock import Mark
 from undula.parallel.parameters import trainable
@@ -38,7 +38,18 @@ class Accumulator:
         """Prepare the backward pass of a micro-batch, which may have no samples. `is_last` is true for the rank's last one in the step."""
 
     def add(self, micro_batch: MicroBatch) -> None:
-        """Add the gradient of a micro-batch, which its backward pass has left in the parameters."""
+        """Add the gradient of a micro-batch, which its backward pass has left in the parameters.
+
+        Parameters can get gradients of one memory, such as those of `a` and `b` in `a.unsqueeze(0) + b.unsqueeze(0)` (torch 2.13). What the
+        next backward pass adds to one of them would be added to the other one as well, so they get memory of their own here.
+        """
+        known: set[int] = set()
+        for parameter in self.parameters:
+            gradient = parameter.grad
+            if type(gradient) is Tensor and not gradient.is_sparse and (place := gradient.data_ptr()):
+                if place in known:
+                    parameter.grad = gradient.clone()
+                known.add(place)
 
     def finish(self, samples: int) -> None:
         """Combine the gradients over the ranks, in a step of `samples` samples, and store the result in the parameters."""
