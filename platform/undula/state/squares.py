@@ -43,7 +43,9 @@ def square_sums(groups: Sequence[Sequence[Tensor]]) -> Tensor:
     low, high = (sums * (1 - ERROR)).float(), (sums * (1 + ERROR)).float()
     if sums.device.type == "cpu":
         for place in ((low != high) & sums.isfinite()).nonzero().flatten().tolist():
-            low[place] = _exact(shards[place], sharded)
+            low[place] = torch.tensor(
+                _exact(shards[place], sharded), dtype=torch.float64, device="cpu"
+            )  # may round to infinity
     return low
 
 

@@ -42,13 +42,9 @@ class BufferMean:
         self._in_places: list[Tensor | None] = []
         self._new: dict[int, Tensor] = {}
         """Values of buffers that were None when the step began, by place."""
+        self._counts = [(path, layer._buffers, len(layer._buffers)) for path, layer in module.named_modules()]
         self._lay_out()
         self._begin: list[Tensor] = []
-
-    @property
-    def is_needed(self) -> bool:
-        """Whether the module has buffers, or may get some."""
-        return bool(self._places)
 
     def begin_step(self) -> None:
         if any(buffers[key] is not known for (buffers, key), known in zip(self._places, self._in_places, strict=True)):
@@ -64,7 +60,18 @@ class BufferMean:
             torch._foreach_copy_(self._buffers, self._begin)
 
     def end_micro_batch(self, samples: int, virtual_worker: int = 0) -> None:
-        """Add the changes of a micro-batch. A rank runs those of one virtual worker after those of another."""
+        """Add the changes of a micro-batch. A rank runs those of one virtual worker after those of another.
+
+        Raises:
+            UsageError: The forward pass has registered a buffer.
+        """
+        for path, now, count in self._counts:
+            if len(now) > count:
+                name = f"{path}.{[*now][-1]}".removeprefix(".")
+                raise UsageError(
+                    f"the forward pass registered the buffer {name!r}, which a resumed run would lack; register it when you make the "
+                    "model, with None if its value is not known yet"
+                )
         for place, ((buffers, key), known) in enumerate(zip(self._places, self._in_places, strict=True)):
             buffer = buffers[key]
             if known is None and buffer is not None:

@@ -109,11 +109,10 @@ class StepMeasurement:
 
     def log(self, values: Mapping[str, float | Tensor], micro_batch: MicroBatch | None) -> None:
         """Add values of the script, for the samples of a micro-batch, or of all batches so far."""
-        weight = float(micro_batch.samples if micro_batch else sum(samples for _, samples in self._losses))
-        if not weight:  # a value of no samples may be NaN, even if it is multiplied by 0
-            return
+        weights = [float(micro_batch.samples)] if micro_batch else [samples for _, samples in self._losses]
         for name, value in values.items():
-            self._logged.setdefault(name, []).append((float(value), weight))
+            # A value of no samples may be NaN, even if it is multiplied by 0.
+            self._logged.setdefault(name, []).extend((float(value), weight) for weight in weights if weight)
 
     @property
     def losses(self) -> list[Tensor]:

@@ -6,10 +6,12 @@ the plan.
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 
+from undula.errors import UsageError
 from undula.plan.noise import Measured, StepNorms
 from undula.state.pieces import Piece, piece_of
 from undula.state.squares import square_sums
@@ -37,6 +39,8 @@ class NoiseScaleMeter:
         self._collected: list[Tensor] = []
         self._collected_bytes = 0
         self._parts: list[Tensor] = []
+        self._seen: set[int] = set()
+        """Parameters of which the backward pass has computed a gradient, by the order of their hooks."""
         self._squares: list[tuple[Tensor, int]] = []
         self._hooked: set[nn.Parameter] = set()
         # The state is a tensor, so that snapshots and checkpoints copy it like the weights: it changes with every measurement.
@@ -65,7 +69,7 @@ class NoiseScaleMeter:
         if self._is_measured:
             for parameter in trainable:
                 if parameter not in self._hooked:
-                    parameter.register_hook(self._collect)  # type: ignore[no-untyped-call]
+                    parameter.register_hook(partial(self._collect, len(self._hooked)))  # type: ignore[no-untyped-call]
                     self._hooked.add(parameter)
 
     def begin_backward(self) -> None:
@@ -117,9 +121,19 @@ class NoiseScaleMeter:
         samples = noise.samples if is_measured else None
         return None if samples in (None, float("inf")) else samples
 
-    def _collect(self, gradient: Tensor) -> None:
-        """Collect the gradient itself, not a view of it, because autograd then accumulates into another tensor instead of changing it."""
+    def _collect(self, parameter: int, gradient: Tensor) -> None:
+        """Collect the gradient itself, not a view of it, because autograd then accumulates into another tensor instead of changing it.
+
+        Raises:
+            UsageError: The backward pass has computed another part of the gradient of this parameter before.
+        """
         if self._is_on:
+            if parameter in self._seen:
+                raise UsageError(
+                    "a backward pass computes the gradient of a layer in several parts, of which the gradient noise scale cannot be "
+                    "measured; if the model uses activation checkpointing, set use_reentrant=False"
+                )
+            self._seen.add(parameter)
             self._collected.append(gradient)
             self._collected_bytes += gradient.values().nbytes if gradient.is_sparse else gradient.nbytes
             if self._collected_bytes >= HELD_BYTES:
@@ -134,4 +148,4 @@ class NoiseScaleMeter:
 
     def _clear(self) -> None:
         """Free the collected gradients and norms, including those of a backward pass that did not finish."""
-        self._collected, self._collected_bytes, self._parts = [], 0, []
+        self._collected, self._collected_bytes, self._parts, self._seen = [], 0, [], set()

@@ -32,6 +32,7 @@ from undula.train.script_state import AfterStep
 from undula.train.setup import RunSetup
 from undula.train.single_process import local_world
 from undula.train.step import Step
+from undula.train.step_reduction import exact_sum
 from undula.train.validation import ValidationFunction, in_eval_mode
 
 TOLERANCE = 1e-6
@@ -160,8 +161,8 @@ class PlainStep(Step):
     def load(self) -> list[Any]:
         return [batch for _, batch in self._recorded.batches]
 
-    def total(self, value: float) -> float:
-        return float(value)
+    def total(self, values: float | Sequence[float]) -> float:
+        return exact_sum(values)
 
     def batches(self) -> Iterator[Any]:
         seed = self._job.plan.seed
@@ -198,8 +199,7 @@ class PlainStep(Step):
         for parameter, leaves in self._leaves.items():
             parameter.grad = combined(self._all, leaves, added)
         self._norm, _ = self._engine.finish_gradients(self.samples, max_norm=max_norm)
-        if self._buffers.is_needed:
-            self._buffers.end_step(self.samples)
+        self._buffers.end_step(self.samples)
         return self._norm
 
     def update(self) -> None:

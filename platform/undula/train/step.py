@@ -1,10 +1,8 @@
 """One optimizer step as the script's loop uses it: its micro-batches, their backward passes, the reduction, and the update."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
-import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from undula.errors import UsageError
@@ -17,6 +15,7 @@ from undula.train.micro_batches import MicroBatches
 from undula.train.randomness import seed_between_steps, seed_update
 from undula.train.script_guard import check_loss
 from undula.train.setup import RunSetup
+from undula.train.step_reduction import exact_sum
 from undula.train.trained_model import TrainedModel
 
 
@@ -91,12 +90,15 @@ class Step:
         self._begin()
         return self._batches.load(self._work)
 
-    def total(self, value: float) -> float:
-        """Return the sum of a value over all ranks, which is exact for integers. All ranks call this."""
-        vector = torch.tensor([value], dtype=torch.float64, device="cpu")
+    def total(self, values: float | Sequence[float]) -> float:
+        """Return the sum of values over all ranks. All ranks call this.
+
+        Args:
+            values: A number, or one for each batch of this rank. Pass numbers that are not integers as one for each batch: their sum is
+                exact, whereas a sum over the batches of a rank is rounded, and would depend on the number of workers.
+        """
         self._phases.enter(REDUCE)
-        dist.all_reduce(vector, group=self._layout.control)
-        return float(vector)
+        return exact_sum(values, self._layout.control)
 
     def batches(self) -> Iterator[Any]:
         """Yield the micro-batches of this rank's virtual workers. Call `backward` once for each of them."""

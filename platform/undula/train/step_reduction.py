@@ -3,7 +3,6 @@
 Losses, digests, norms and logged values are summed exactly, so that they do not depend on the number of ranks.
 """
 
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import partial
@@ -14,12 +13,13 @@ import torch
 import torch.distributed as dist
 
 from undula.errors import UsageError
-from undula.parallel.reduce.exact import exact_total, total_value
+from undula.parallel.reduce.exact import TOTAL_BITS, exact_total, total_value
 from undula.plan.noise import StepNorms
 
 SECONDS = ("data_s", "transfer_s", "compute_s", "communication_s", "other_s", "blocked_s")
-_LIMB_BITS = 16  # a float64 sum of 16-bit limbs is exact for up to 2^37 ranks
-_DIGEST_LIMBS, _EXACT_LIMBS = 4, 8
+_LIMB_BITS = 32  # a float64 sum of 32-bit limbs is exact for up to 2^21 ranks
+_DIGEST_LIMBS, _EXACT_LIMBS = 2, (TOTAL_BITS + 1024 + 64) // 32
+"""Number of limbs of a digest, and of a sum of numbers below 2^1024, of which there may be 2^64."""
 Local = TypeVar("Local")
 Total = TypeVar("Total")
 
@@ -59,8 +59,8 @@ def _joined(limbs: Sequence[float]) -> int:
     return sum(int(limb) << (_LIMB_BITS * place) for place, limb in enumerate(limbs))
 
 
-def _encode_exact(values: list[float]) -> list[float]:
-    total, not_finite = exact_total(values)
+def _encode_exact(values: Sequence[float], weights: Sequence[float] | None = None) -> list[float]:
+    total, not_finite = exact_total(values, weights)
     return [not_finite, *_limbs(total, _EXACT_LIMBS)]
 
 
@@ -73,7 +73,7 @@ def _mapping(names: Sequence[str], of: Reduction[float, float]) -> Reduction[Map
     )
 
 
-EXACT_SUM = Reduction[list[float], float](
+EXACT_SUM = Reduction[Sequence[float], float](
     1 + _EXACT_LIMBS, _encode_exact, lambda sums, ranks: total_value(_joined(sums[1:]), sums[0])
 )
 """Sum of all values of all ranks, which does not depend on their order."""
@@ -211,7 +211,7 @@ class StepReducer:
             next(sums)
         ranks = dist.get_world_size(self._group)
         totals = {name: reduction.decode(next(sums), ranks) for name, reduction in self._fields}
-        logged = {name: (EXACT_SUM.decode(next(sums), ranks), next(sums)[0]) for name in self._names}
+        logged = {name: [EXACT_SUM.decode(next(sums), ranks) for _ in range(2)] for name in self._names}
         means = {name: total / weight for name, (total, weight) in logged.items() if weight > 0}
         return self._total_type(**totals, logged=means)
 
@@ -222,8 +222,8 @@ class StepReducer:
         terms += [list(reduction.encode(getattr(local, name))) for name, reduction in self._fields]
         for name in self._names:
             values = local.logged.get(name, [])
-            terms.append(list(EXACT_SUM.encode([value * weight for value, weight in values])))
-            terms.append([math.fsum(weight for _, weight in values)])
+            weights = [weight for _, weight in values]
+            terms += [_encode_exact([value for value, _ in values], weights), _encode_exact(weights)]
         flat = [value for values in terms for value in values]
         if dist.get_world_size(self._group) > 1:
             vector = torch.tensor(flat, dtype=torch.float64, device="cpu")
@@ -236,6 +236,20 @@ class StepReducer:
         names: list[Any] = [None] * dist.get_world_size(self._group)
         dist.all_gather_object(names, sorted(local.logged), group=self._group)
         self._names += sorted({name for of_rank in names for name in of_rank} - set(self._names))
+
+
+def exact_sum(values: float | Sequence[float], group: dist.ProcessGroup | None = None) -> float:
+    """Return the sum of the values of all ranks, which does not depend on their order. All ranks must call this.
+
+    Args:
+        values: A number, or several ones, that this rank adds.
+        group: Process group of the ranks; None for a process alone.
+    """
+    own = list(map(float, values if isinstance(values, Sequence) else [values]))
+    vector = torch.tensor(EXACT_SUM.encode(own), dtype=torch.float64, device="cpu")
+    if group:
+        dist.all_reduce(vector, group=group)
+    return EXACT_SUM.decode(vector.tolist(), 1)
 
 
 def exact_means(

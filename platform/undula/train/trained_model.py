@@ -118,8 +118,7 @@ class TrainedModel:
             Norm of the gradient before clipping, and whether it overflows on this rank, as scalars on the device.
         """
         gradient = self.engine.finish_gradients(samples, max_norm=max_norm, loss_scale=self.loss_scale.factor)
-        if self._buffers.is_needed:
-            self._buffers.end_step(samples)
+        self._buffers.end_step(samples)
         return gradient
 
     def small_squares(self, samples: int) -> list[float]:

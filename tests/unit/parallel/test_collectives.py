@@ -84,13 +84,33 @@ def test_the_loss_of_a_step_is_the_same_bit_for_bit_at_any_world_size() -> None:
     assert alone == math.fsum(losses) / 7
     for world_size in (2, 3, 4):
         assert on_ranks(world_size, _losses_in_parts, losses) == [alone] * world_size
+    large = [1e30, 3.3e29, -1e30, 7.7e15, 0.1]
+    for world_size in (1, 2, 3, 5):
+        assert on_ranks(world_size, _losses_in_parts, large) == [math.fsum(large) / 7] * world_size
     assert str(on_ranks(2, _losses_in_parts, [1.0, float("nan")])) == "[nan, nan]"
     assert on_ranks(2, _losses_in_parts, [1e300, 1e300]) == [2e300 / 7] * 2
 
 
+def _logged_constants(rank: int, world_size: int, values: list[float]) -> list[float]:
+    """Return the means of values that count for 5 samples on each of six virtual workers."""
+    logged = {str(place): [(value, 5.0)] * len(assign(6, world_size)[rank]) for place, value in enumerate(values)}
+    return [*StepReducer(dist.group.WORLD).reduce(LocalStep(logged=logged)).logged.values()]
+
+
+def test_values_of_a_step_are_logged_as_they_are_at_any_world_size() -> None:
+    values = [0.1, 1 / 3, 1e-10, 5e-324, 1e300]
+    for world_size in (1, 2, 3, 4):
+        for logged in on_ranks(world_size, _logged_constants, values):
+            assert logged == values
+
+
 def _constant_buffers(rank: int, world_size: int) -> list[list[float]]:
     module = nn.Module()
-    for name, buffer in {"mask": torch.tensor([0.0, -torch.inf]), "table": torch.linspace(0, 1, 7)}.items():
+    for name, buffer in {
+        "mask": torch.tensor([0.0, -torch.inf]),
+        "table": torch.linspace(0, 1, 7),
+        "empty": torch.empty(0).double(),
+    }.items():
         module.register_buffer(name, buffer)
     buffers = BufferMean(module, join_layout(rank, world_size, torch.device("cpu")), world_size)
     for _ in range(50):
@@ -102,7 +122,7 @@ def _constant_buffers(rank: int, world_size: int) -> list[list[float]]:
 
 
 def test_unchanged_buffers_keep_their_values() -> None:
-    for mask, table in on_ranks(2, _constant_buffers):
+    for mask, table, _ in on_ranks(2, _constant_buffers):
         assert mask == [0.0, -torch.inf]
         assert table == torch.linspace(0, 1, 7).tolist()
 

@@ -6,10 +6,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from engine_steps import placed, step_gradients
+import torch.nn.functional as F
+from engine_steps import placed, run_backward, step_gradients
 from ranks import on_ranks
 from torch import Tensor, nn
 
+from undula.errors import UsageError
 from undula.parallel.engines.engine import Engine
 from undula.parallel.reduce.tree import TreeAccumulator
 from undula.parallel.spec import Compression, GradientSpec
@@ -85,7 +87,7 @@ def _held(rank: int, world_size: int, virtual_workers: int) -> float:
 
     def count(gradient: Tensor) -> None:
         nonlocal most
-        held = [buffer.flat for bucket in accumulator._buckets for buffer in bucket._roots.values()]
+        held = [buffer for bucket in accumulator._buckets for buffer in bucket._buffers.values()]
         if accumulator._exchange:
             held += [each.received for each in accumulator._exchange._transfers.values() if each.received is not None]
         held += [
@@ -174,3 +176,35 @@ def test_gradients_that_are_one_memory_are_added_up_apart(virtual_workers: int, 
     expected = torch.autograd.grad(module(1.0), [*module.parameters()])
     for gradients in on_ranks(world_size, _of_one_memory, virtual_workers):
         torch.testing.assert_close(torch.tensor(gradients), torch.stack(expected))
+
+
+def _kept(rank: int, world_size: int) -> list[list[Any]]:
+    """Return the gradients of each virtual worker and of the step that a script has kept, and what they were when it kept them."""
+    module = nn.Linear(3, 1, bias=False)
+    engine = placed(module, rank, world_size, 6)
+    kept, before = list[Tensor](), list[Any]()
+
+    def keep(gradient: Tensor | None) -> None:
+        assert gradient is not None
+        kept.append(gradient.detach())
+        before.append(gradient.tolist())
+
+    module.weight.register_hook(keep)  # type: ignore[no-untyped-call]
+    for _ in range(2):
+        run_backward(engine, [1] * 6, lambda place: module(torch.full((1, 3), place + 1.0)).square().mean())
+        keep(module.weight.grad)
+        engine.free_gradients()
+    return [before, [each.tolist() for each in kept]]
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_gradients_that_a_script_keeps_do_not_change(world_size: int) -> None:
+    for before, after in on_ranks(world_size, _kept):
+        assert before == after
+
+
+def test_a_sparse_gradient_of_a_layer_that_is_not_sparse_is_refused(process_group: None) -> None:
+    module = nn.Linear(3, 3, bias=False)
+    engine = placed(module, 0, 1, 2)
+    with pytest.raises(UsageError, match="sparse gradient of a parameter of no layer that was made with sparse=True"):
+        run_backward(engine, [1, 1], lambda place: F.embedding(torch.tensor([1]), module.weight, sparse=True).mean())

@@ -252,6 +252,18 @@ def test_a_buffer_that_changes_its_shape_is_refused(tmp_path: Path) -> None:
     )
 
 
+class Late(Base):
+    def move(self, x: Tensor) -> None:
+        if "mean" not in self._buffers:
+            self.register_buffer("mean", x.mean())
+
+
+def test_a_buffer_that_the_forward_pass_registers_is_refused(tmp_path: Path) -> None:
+    assert "the forward pass registered the buffer 'mean', which a resumed run would lack" in trained(
+        0, 1, numbers_job(tmp_path), Late
+    )
+
+
 def _new_tensors(model: Moving) -> None:
     for own, other in zip(model.net.parameters(), model.other.parameters(), strict=True):
         other.data = 0.9 * other.data + 0.1 * own.data

@@ -12,8 +12,10 @@ import pytest
 import torch
 from numbers_job import cpu_run, numbers_job
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from undula.data.prepare.write import write_shards
+from undula.errors import UsageError
 from undula.parallel.capabilities import Feature, refusal
 from undula.parallel.norms import gradient_norm
 from undula.parallel.parameters import trainable
@@ -162,6 +164,17 @@ def test_a_run_without_measurements_saves_no_additional_state(tmp_path: Path) ->
         names = [name for name in (*held.pieces, *held.values) if not name.startswith(("model.", "optimizer."))]
         assert names == ["arithmetic"]
     assert {noise for _, noise in recorded_rates(job)} == {None}
+
+
+def test_a_gradient_in_parts_is_refused() -> None:
+    layer = nn.Linear(2, 1)
+    meter = NoiseScaleMeter(every_steps=1)
+    meter.begin_step(0, 1, trainable(layer))
+    meter.begin_backward()
+    x = torch.ones(1, 2, requires_grad=True)
+    twice = checkpoint(layer, x, use_reentrant=True) + checkpoint(layer, 2 * x, use_reentrant=True)
+    with pytest.raises(UsageError, match="computes the gradient of a layer in several parts"):
+        twice.sum().backward()
 
 
 def test_a_sharded_model_is_refused() -> None:

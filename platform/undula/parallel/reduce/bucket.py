@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from undula.errors import UsageError
 from undula.plan.tree import Fold, Node
 
 FIRST_BUCKET_BYTES = 2**20
@@ -16,36 +17,16 @@ BUCKET_BYTES = 25 * 2**20
 ALIGNMENT = 64
 """Bytes at whose multiples views and slices begin. Kernels may add unaligned numbers in another order."""
 
-
 Gradients = list[Tensor | None]
 """Gradient of each parameter of a bucket, as real numbers; None for a parameter without one."""
-
-
-class Buffer:
-    """Memory for one gradient of each parameter of a bucket.
-
-    Args:
-        parameters: Parameters of the bucket.
-        sizes: Number of real numbers that each gradient takes, with its padding.
-        numel: Number of all numbers, which includes one for each parameter that says whether it has a gradient, and padding.
-        dtype: Dtype of the numbers, which are real.
-    """
-
-    def __init__(self, parameters: Sequence[nn.Parameter], sizes: list[int], numel: int, dtype: torch.dtype):
-        self.flat = torch.zeros(numel, dtype=dtype, device=parameters[0].device)
-        """All numbers; shape [numel]."""
-        pieces = torch.split(self.flat[: sum(sizes)], sizes)
-        self.reals = list(map(_shaped_like, parameters, pieces))
-        """Views of `flat` as gradients of the parameters, in their shapes and strides; those of complex parameters have an axis more."""
-        self.presence = self.flat[sum(sizes) : sum(sizes) + len(parameters)]
-        """View of `flat` with a number for each parameter, which is 0 if it has no gradient; shape [parameters]."""
 
 
 class Bucket:
     """Gradients of some parameters of one dtype and device.
 
     The gradient of a virtual worker, a *leaf*, accumulates in the parameters. A leaf that is closed is added to the others along the tree.
-    The first leaf of a root is copied to a buffer, to which the others are added. Buffers keep their memory between steps.
+    Since a script may have kept it, a leaf to which others are added is copied first. The first leaf of a root is copied to a buffer of
+    this root, which keeps its memory between steps. The sum of a step has memory of its own, because an optimizer may keep that as well.
 
     Args:
         parameters: Parameters of the bucket.
@@ -65,14 +46,17 @@ class Bucket:
     ):
         self.parameters = parameters
         self._virtual_workers = virtual_workers
-        dtype = parameters[0].dtype.to_real()
-        self._sent_as = sent_as or dtype
-        unit = ALIGNMENT // min(dtype.itemsize, self._sent_as.itemsize)
-        sizes = [_rounded_up(each.numel() * (1 + each.is_complex()), unit) for each in parameters]
-        make_buffer = partial(Buffer, parameters, sizes, _rounded_up(sum(sizes) + len(parameters), unit * num_slices))
-        self._roots = {begin: make_buffer(self._sent_as) for begin, _ in roots}
-        """Buffer of each root of this rank, by its first virtual worker."""
-        self._result = next(iter(self._roots.values())) if self._sent_as == dtype else make_buffer(dtype)
+        self._dtype = parameters[0].dtype.to_real()
+        self._sent_as = sent_as or self._dtype
+        unit = ALIGNMENT // min(self._dtype.itemsize, self._sent_as.itemsize)
+        self._sizes = [_rounded_up(each.numel() * (1 + each.is_complex()), unit) for each in parameters]
+        """Number of real numbers that each gradient takes, with its padding."""
+        numel = _rounded_up(sum(self._sizes) + len(parameters), unit * num_slices)
+        make_buffer = partial(torch.zeros, numel, dtype=self._sent_as, device=parameters[0].device)
+        self._buffers = {begin: make_buffer() for begin, _ in roots}
+        """Buffer of each root of this rank, by its first virtual worker: gradients, a number for each parameter, which is 0 if it has none,
+        and padding; shape [numel]."""
+        self._views = {begin: self._views_of(buffer) for begin, buffer in self._buffers.items()}
         self.begin_step()
 
     def begin_step(self) -> None:
@@ -92,8 +76,11 @@ class Bucket:
         The parameters have no gradient afterwards, unless it is the last one of this rank in the step: then they keep it, so that a change
         by the script is noticed, although it no longer counts.
         """
-        leaf = [None if parameter.grad is None else _real(parameter.grad.detach()) for parameter in self.parameters]
-        self._present |= {place for place, gradient in enumerate(leaf) if gradient is not None}
+        leaf: Gradients = [None] * len(self.parameters)
+        for place, parameter in enumerate(self.parameters):
+            if parameter.grad is not None:
+                leaf[place] = self._real(parameter.grad)
+                self._present.add(place)
         self._push(virtual_worker, leaf)
         if not is_last:
             for parameter in self.parameters:
@@ -104,23 +91,29 @@ class Bucket:
         self._push(virtual_worker, [None] * len(self.parameters))
 
     def _push(self, virtual_worker: int, leaf: Gradients) -> None:
-        if root := self._roots.get(virtual_worker):
-            for view, gradient in zip(root.reals, leaf, strict=True):
+        if views := self._views.get(virtual_worker):
+            for view, gradient in zip(views, leaf, strict=True):
                 if gradient is None:
                     view.zero_()
-            _each(torch._foreach_copy_, root.reals, leaf)
-            leaf = [*root.reals]
-        elif self._sent_as != self._result.flat.dtype:
+            _each(torch._foreach_copy_, views, leaf)
+            self._fold.push(virtual_worker, [*views])
+            return
+        if self._sent_as != self._dtype:
             leaf = [None if gradient is None else gradient.to(self._sent_as) for gradient in leaf]
         self._fold.push(virtual_worker, leaf)
+        node = (virtual_worker, virtual_worker + 1)
+        if node in self._fold.roots:
+            copies = [None if gradient is None else torch.empty_like(gradient) for gradient in leaf]
+            _each(torch._foreach_copy_, copies, leaf)
+            self._fold.roots[node] = copies
 
     def roots(self) -> list[Tensor]:
         """Return the sums of this rank's subtrees, each of shape [numel]."""
-        for root in self._roots.values():
-            root.presence.fill_(1)
+        for buffer in self._buffers.values():
+            presence = self._presence_of(buffer).fill_(1)
             for place in set(range(len(self.parameters))) - self._present:
-                root.presence[place] = 0
-        return [root.flat for root in self._roots.values()]
+                presence[place] = 0
+        return [*self._buffers.values()]
 
     def store(self, is_shared: bool) -> None:
         """Set the gradients of the parameters to the sum of the step, which is in the memory of this rank's first root.
@@ -128,15 +121,36 @@ class Bucket:
         Args:
             is_shared: Whether it includes the sums of other ranks, which may have gradients of other parameters.
         """
-        first = next(iter(self._roots.values()))
         # The sign of a zero must not depend on which virtual workers had no gradient.
-        torch.add(first.flat, 0.0, out=self._result.flat)
+        total = (next(iter(self._buffers.values())) + 0.0).to(self._dtype)
         # Reading this waits for the device, so only a rank that lacks gradients checks whether other ranks have them.
         if is_shared and len(self._present) < len(self.parameters):
-            self._present = {place for place, number in enumerate(self._result.presence.tolist()) if number}
+            self._present = {place for place, number in enumerate(self._presence_of(total).tolist()) if number}
+        views = self._views_of(total)
         for place in self._present:
-            parameter, view = self.parameters[place], self._result.reals[place]
+            parameter, view = self.parameters[place], views[place]
             parameter.grad = torch.view_as_complex(view) if parameter.is_complex() else view
+
+    def _views_of(self, flat: Tensor) -> list[Tensor]:
+        """Return views of a tensor of shape [numel] as gradients of the parameters, with an axis of 2 more for complex ones."""
+        return list(map(_shaped_like, self.parameters, torch.split(flat[: sum(self._sizes)], self._sizes)))
+
+    def _presence_of(self, flat: Tensor) -> Tensor:
+        """Return the part of a tensor of shape [numel] that says which parameters have a gradient; shape [parameters]."""
+        return flat[sum(self._sizes) :][: len(self.parameters)]
+
+    def _real(self, gradient: Tensor) -> Tensor:
+        """Return a gradient as real numbers of the bucket's dtype.
+
+        Raises:
+            UsageError: It is sparse, although no layer was made with sparse=True.
+        """
+        if gradient.is_sparse:
+            raise UsageError(
+                "a backward pass computed a sparse gradient of a parameter of no layer that was made with sparse=True; use "
+                "nn.Embedding(..., sparse=True), or call F.embedding() without sparse=True"
+            )
+        return _as_real(gradient.detach()).to(self._dtype)
 
 
 def _add(left: Gradients, right: Gradients) -> Gradients:
@@ -155,8 +169,8 @@ def _each(
         function([*owns], [*others])
 
 
-def _real(gradient: Tensor) -> Tensor:
-    return torch.view_as_real(gradient.resolve_conj()) if gradient.is_complex() else gradient
+def _as_real(tensor: Tensor) -> Tensor:
+    return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor.resolve_neg()
 
 
 def divide(parameters: Sequence[nn.Parameter]) -> list[list[nn.Parameter]]:
@@ -190,5 +204,5 @@ def _shaped_like(parameter: nn.Parameter, piece: Tensor) -> Tensor:
     Returns:
         View of real numbers, which has an axis of 2 more for a complex parameter.
     """
-    like = _real(torch.empty_like(parameter.detach(), device="meta"))
+    like = _as_real(torch.empty_like(parameter.detach(), device="meta"))
     return piece.as_strided(like.size(), like.stride())

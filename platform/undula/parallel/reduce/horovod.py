@@ -36,8 +36,9 @@ class HorovodExchange(Exchange):
     def _send_roots(self, transfer: Transfer) -> None:
         slices = zip(*map(self._slices, transfer.own), strict=True)
         sent = torch.cat([root for of_rank in slices for root in of_rank])
-        splits = torch.full((self._num_ranks,), sent.nbytes // self._num_ranks, dtype=torch.int32, device="cpu")
-        transfer.works = [hvd.alltoall_async(as_bytes(sent), splits, name=f"undula.roots.{transfer.place}")]
+        sent = sent.view(torch.int64)  # slices have a multiple of 64 bytes, and Horovod counts elements in 32 bits
+        splits = torch.full((self._num_ranks,), len(sent) // self._num_ranks, dtype=torch.int32, device="cpu")
+        transfer.works = [hvd.alltoall_async(sent, splits, name=f"undula.roots.{transfer.place}")]
 
     def _await_roots(self, transfer: Transfer) -> list[Tensor]:
         (handle,) = transfer.works

@@ -45,7 +45,7 @@ class TreeSum:
         roots = [
             F.pad(torch.zeros_like(like) if root is None else root, (0, padding)) for root in self._fold.roots.values()
         ]
-        if self._exchange:
+        if self._exchange and len(like):
             self._exchange.begin_step()
             self._exchange.send(0, roots)
             self._exchange.finish(0)
