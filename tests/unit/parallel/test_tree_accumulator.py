@@ -180,8 +180,8 @@ def test_gradients_that_are_one_memory_are_added_up_apart(virtual_workers: int, 
 
 def _kept(rank: int, world_size: int) -> list[list[Any]]:
     """Return the gradients of each virtual worker and of the step that a script has kept, and what they were when it kept them."""
-    module = nn.Linear(3, 1, bias=False)
-    engine = placed(module, rank, world_size, 6)
+    module = nn.Linear(3, 1)
+    engine = placed(module, rank, world_size, 8)
     kept, before = list[Tensor](), list[Any]()
 
     def keep(gradient: Tensor | None) -> None:
@@ -189,9 +189,14 @@ def _kept(rank: int, world_size: int) -> list[list[Any]]:
         kept.append(gradient.detach())
         before.append(gradient.tolist())
 
-    module.weight.register_hook(keep)  # type: ignore[no-untyped-call]
+    def loss(place: int) -> Tensor:
+        bias = module.bias if place % 2 else None
+        return F.linear(torch.full((1, 3), place + 1.0), module.weight, bias).square().mean()
+
+    for parameter in module.parameters():
+        parameter.register_hook(keep)  # type: ignore[no-untyped-call]
     for _ in range(2):
-        run_backward(engine, [1] * 6, lambda place: module(torch.full((1, 3), place + 1.0)).square().mean())
+        run_backward(engine, [1] * 8, loss)
         keep(module.weight.grad)
         engine.free_gradients()
     return [before, [each.tolist() for each in kept]]

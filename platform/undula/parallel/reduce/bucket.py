@@ -156,7 +156,7 @@ class Bucket:
 def _add(left: Gradients, right: Gradients) -> Gradients:
     """Add the gradients of a subtree to those of its sibling. None counts as zero."""
     _each(torch._foreach_add_, left, right)
-    return [other if own is None else own for own, other in zip(left, right, strict=True)]
+    return [own if own is not None or other is None else other.clone() for own, other in zip(left, right, strict=True)]
 
 
 def _each(
