@@ -4,6 +4,7 @@ import gc
 from itertools import chain, starmap
 
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 
 class StateBeside:
@@ -55,4 +56,4 @@ def _tensors(layer: nn.Module) -> dict[str, Tensor]:
 
 
 def _version(tensor: Tensor) -> int:
-    return 0 if tensor.is_inference() else tensor._version
+    return 0 if is_lazy(tensor) or tensor.is_inference() else tensor._version

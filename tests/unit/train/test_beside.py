@@ -3,9 +3,18 @@
 import gc
 import threading
 
+import torch
 from torch import nn
 
 from undula.train.beside import StateBeside
+
+
+def test_a_lazy_layer_beside_the_model_has_changed_once_it_has_weights() -> None:
+    lazy = nn.LazyLinear(2)
+    beside = StateBeside(nn.Linear(2, 2))
+    assert beside.changed() is None
+    lazy(torch.ones(1, 3))
+    assert beside.changed() == "Linear.weight"
 
 
 def test_tuples_that_other_threads_are_building_are_left_alone() -> None:
