@@ -30,7 +30,15 @@ def test_a_job_is_replayed_under_a_trace_and_certified(tmp_path: Path) -> None:
     trace = tmp_path / "trace.json"
     trace.write_text(json.dumps({"metadata": {"gap_seconds": 300}, "data": [1, 2, 2, 2, 1]}))
     data = (f"data.train={text}/train", "data.validation=null", f"runs={tmp_path}/runs", "name=traced")
-    settings = (*data, *MODEL, *PLAN, *ENDLESS, "config.model.width=128", "workers.grow=always")
+    settings = (
+        *data,
+        *MODEL,
+        *PLAN,
+        *ENDLESS,
+        "schedule.decay=constant",
+        "config.model.width=128",
+        "workers.grow=always",
+    )
     done = chaos("--trace", str(trace), "--speedup", "30", "--notice", "5", *settings)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "2 faults," in done.stdout
