@@ -57,7 +57,7 @@ ALLOWED: Mapping[str, Mapping[str, str]] = {
         "_modules": "parallel.parameters",
         "_mp_policy": "parallel.engines.fsdp",
         "_nnz": "parallel.reduce.sparse",
-        "_non_persistent_buffers_set": "state.model_state testing.records",
+        "_non_persistent_buffers_set": "state.model_state testing.records train.buffers",
         "_orig_mod": "state.model_state",
         "_parameters": "parallel.parameters",
         "_post_accumulate_grad_hooks": "train.open_gradients",

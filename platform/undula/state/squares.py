@@ -57,7 +57,7 @@ def _local(tensor: Any) -> Tensor:
 
 
 def _add_up(values: Tensor, sharded: Any) -> None:
-    """Add up values over the ranks that have shards of a tensor, but not over those that have copies; nothing without such a tensor."""
+    """Sum values over the ranks among which a tensor is sharded. Several copies of a shard count once. None is for a whole tensor."""
     for dimension, placement in enumerate(sharded.placements if sharded is not None else ()):
         if placement.is_shard():
             dist.all_reduce(values, group=sharded.device_mesh.get_group(dimension))

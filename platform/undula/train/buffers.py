@@ -8,7 +8,7 @@ is None when the step begins gets the value of the step's first micro-batch.
 
 from collections.abc import Mapping
 from functools import partial
-from itertools import groupby
+from itertools import groupby, islice
 
 import torch
 from torch import Tensor, nn
@@ -42,7 +42,7 @@ class BufferMean:
         self._in_places: list[Tensor | None] = []
         self._new: dict[int, Tensor] = {}
         """Values of buffers that were None when the step began, by place."""
-        self._counts = [(path, layer._buffers, len(layer._buffers)) for path, layer in module.named_modules()]
+        self._counts = [(path, layer, len(layer._buffers)) for path, layer in module.named_modules()]
         self._lay_out()
         self._begin: list[Tensor] = []
 
@@ -63,15 +63,17 @@ class BufferMean:
         """Add the changes of a micro-batch. A rank runs those of one virtual worker after those of another.
 
         Raises:
-            UsageError: The forward pass has registered a buffer.
+            UsageError: The forward pass has registered a persistent buffer.
         """
-        for path, now, count in self._counts:
-            if len(now) > count:
-                name = f"{path}.{[*now][-1]}".removeprefix(".")
-                raise UsageError(
-                    f"the forward pass registered the buffer {name!r}, which a resumed run would lack; register it when you make the "
-                    "model, with None if its value is not known yet"
-                )
+        for path, layer, count in self._counts:
+            for key in islice(layer._buffers, count, None):
+                # A buffer that is not persistent is usually a cache, such as a mask, which a resumed run computes again.
+                if key not in layer._non_persistent_buffers_set:
+                    name = f"{path}.{key}".removeprefix(".")
+                    raise UsageError(
+                        f"the forward pass registered the buffer {name!r}, which a resumed run would lack; register it when you make "
+                        "the model, with None if its value is not known yet"
+                    )
         for place, ((buffers, key), known) in enumerate(zip(self._places, self._in_places, strict=True)):
             buffer = buffers[key]
             if known is None and buffer is not None:

@@ -17,7 +17,7 @@ ROUNDED = (
 )
 """Cases whose state depends on how a run in 16 bits converts parameters and activations."""
 LIKE_OTHERS = ("a buffer that is replaced", "extra state", "channels-last parameters", "a group added during training")
-"""Cases in which ranks differ from one rank in nothing that another case does not have."""
+"""Cases that show nothing about several ranks that another case does not show as well."""
 OPTIMIZERS = [name for name in ALL if name not in MODELS]
 """Cases of the plain model, whose optimizers see fp32 gradients in any precision."""
 

@@ -253,15 +253,22 @@ def test_a_buffer_that_changes_its_shape_is_refused(tmp_path: Path) -> None:
 
 
 class Late(Base):
+    persistent = True
+
     def move(self, x: Tensor) -> None:
-        if "mean" not in self._buffers:
-            self.register_buffer("mean", x.mean())
+        if "mask" not in self._buffers:
+            self.register_buffer("mask", torch.ones(3), persistent=self.persistent)
 
 
-def test_a_buffer_that_the_forward_pass_registers_is_refused(tmp_path: Path) -> None:
-    assert "the forward pass registered the buffer 'mean', which a resumed run would lack" in trained(
-        0, 1, numbers_job(tmp_path), Late
-    )
+class LateCache(Late):
+    persistent = False
+
+
+def test_a_persistent_buffer_that_the_forward_pass_registers_is_refused(tmp_path: Path) -> None:
+    makes = [Late, LateCache]
+    refused, cached = messages_of(0, 1, numbers_job(tmp_path), makes)
+    assert "the forward pass registered the buffer 'mask', which a resumed run would lack" in refused
+    assert "mask" not in str(cached)
 
 
 def _new_tensors(model: Moving) -> None:

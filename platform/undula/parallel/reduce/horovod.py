@@ -30,7 +30,7 @@ def _await(handle: Any) -> Any:
 class HorovodExchange(Exchange):
     """Exchange over Horovod, by an all-to-all of slices and an all-gather of their sums.
 
-    Horovod supports neither bfloat16 nor messages between two ranks, so all tensors are sent as bytes.
+    Horovod supports neither bfloat16 nor messages between two ranks, so all tensors are sent as integers that have the same bytes.
     """
 
     def _send_roots(self, transfer: Transfer) -> None:

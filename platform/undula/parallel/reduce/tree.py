@@ -3,7 +3,7 @@
 Buckets are sent while the backward pass of a step's last micro-batch is still running. The scheme is that of torch's
 DistributedDataParallel (Li et al. 2020, arXiv:2006.15704, section 3.2): buckets take the parameters in reverse order, so that they fill in
 about the order in which gradients are computed. Unlike in DistributedDataParallel, a parameter without a gradient costs nothing: each
-bucket also counts the virtual workers that have a gradient of each parameter, and a gradient that none has stays None.
+bucket also says which parameters have a gradient, and a gradient that no virtual worker has stays None.
 
 A backward pass can add to a gradient several times, as when activation checkpointing with use_reentrant=True runs a layer twice. It is then
 not known when a bucket is complete. The first step therefore sends all buckets after its backward pass, and so do later steps if a
