@@ -107,7 +107,7 @@ def test_a_failure_of_the_storage_loses_and_repeats_no_step(store: Store, is_sto
     failing = FailingStore(store.url, failures=[is_stored] * 3)
     followed = Followed(store, TensorBoardTracker(failing))
     followed.rows.add(50)
-    wait_until(lambda: len(followed.reports) == 2)
+    wait_until(lambda: len(followed.reports) >= 2)
     followed.rows.add(50)
     assert followed.end()
     assert [step for step, _ in on_tensorboard(store)] == list(range(1, 101))
