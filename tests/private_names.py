@@ -43,7 +43,7 @@ ALLOWED: Mapping[str, Mapping[str, str]] = {
     "torch 2.13": {
         "_amp_foreach_non_finite_check_and_unscale_": "train.open_gradients",
         "_buffers": "parallel.recompute state.model_state testing.records",
-        "_cdata": "parallel.host_memory",
+        "_cdata": "parallel.host_memory train.dry_run.storages",
         "_check_input_dim": "parallel.batch_norm",
         "_checkpoint_wrapped_module": "state.model_state",
         "_device_types": "parallel.collectives",
@@ -77,10 +77,13 @@ ALLOWED: Mapping[str, Mapping[str, str]] = {
         "torch._inductor": "parallel.compile",
         "torch.distributed.distributed_c10d._abort_process_group": "elastic.ray.backend",
         "torch.distributed.distributed_c10d._world": "elastic.ray.actor parallel.collectives",
+        "torch._subclasses": "train.dry_run.count train.dry_run.storages",
         "torch.nn.modules.batchnorm._BatchNorm": "parallel.batch_norm",
-        "torch.utils._python_dispatch": "parallel.selective",
+        "torch.ops.aten._cudnn_rnn": "train.dry_run.storages",
+        "torch.ops.aten._local_scalar_dense": "train.dry_run.storages",
+        "torch.utils._python_dispatch": "parallel.selective train.dry_run.count train.dry_run.storages",
         "torch.utils._pytree": "adapters.gathered adapters.lightning.fit adapters.transformers.trainer parallel.precision "
-        "parallel.recompute parallel.selective train.open_gradients",
+        "parallel.recompute parallel.selective train.dry_run.storages train.open_gradients",
     },
     "transformers 5.24": {
         "_clip_grad_norm": "adapters.refusals",

@@ -30,9 +30,9 @@ from undula.storage import waits_reported_to
 from undula.telemetry.hub import output_to_driver
 from undula.telemetry.messages import Publisher
 from undula.telemetry.waits import WaitPublisher
+from undula.train.dry_run.rehearsal import rehearse
 from undula.train.job import Job
 from undula.train.randomness import compute_deterministically, fix_threads
-from undula.train.rehearsal import rehearse
 from undula.train.run import Run
 from undula.train.script_file import ScriptFile, make_ready
 from undula.train.session import GroupSession

@@ -181,8 +181,8 @@ class Integers(Group):
     def _where(self, condition: Callable[[str, Tensor], bool]) -> Tensor:
         """Return for each element whether its buffer meets a condition."""
         met = [condition(name, buffer) for name, buffer in zip(self._names, self._buffers, strict=True)]
-        sizes = torch.tensor(self._sizes, device="cpu")
-        return torch.tensor(met, device="cpu").repeat_interleave(sizes).to(self._buffers[0].device)
+        each = [is_met for is_met, size in zip(met, self._sizes, strict=True) for _ in range(size)]
+        return torch.tensor(each, device="cpu").to(self._buffers[0].device)
 
 
 class Flags(Group):

@@ -15,8 +15,6 @@ from undula.data.stored.maps import SampleFunction
 from undula.errors import UsageError
 from undula.parallel.engines.engine import Engine
 from undula.state.events import WarningEvent
-from undula.state.model_state import check_state
-from undula.state.optimizer_state import check_step
 from undula.train.learning_rate import OptimizerRates, rates_of
 from undula.train.model import PlacedModel
 from undula.train.samples import SampleSource
@@ -140,8 +138,6 @@ class GivenParts:
         if not validates and (problem := self._session.job.problem_without_validation(*no_function)):
             raise UsageError(problem)
         self._is_complete = True
-        check_step(placed.engine.optimizer)
-        check_state(placed.model, placed.engine.optimizer)
         samples = self._samples or self._session.stored_samples(self._maps)
         return ScriptParts(placed.engine, placed.model, rates, samples, self._state, validates, placed.warnings)
 

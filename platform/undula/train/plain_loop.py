@@ -22,11 +22,11 @@ from undula.plan.tree import Node, combined
 from undula.recovery.worker_state import WorkerState
 from undula.state.model_state import bare_module
 from undula.train.buffers import BufferMean
+from undula.train.dry_run.rehearsal import LocalSession
 from undula.train.job import Job
 from undula.train.loop import TrainingLoop
 from undula.train.parts import ScriptParts
 from undula.train.randomness import seed_between_steps, seed_micro_batch, seed_update
-from undula.train.rehearsal import LocalSession
 from undula.train.run import Run
 from undula.train.script_state import AfterStep
 from undula.train.setup import RunSetup

@@ -16,6 +16,8 @@ from undula.errors import UsageError
 from undula.parallel.engines.select import MakeEngine, make_engine
 from undula.plan.plan import Plan
 from undula.recovery.progress import BETWEEN_STEPS, VALIDATE
+from undula.state.model_state import check_state
+from undula.state.optimizer_state import check_step
 from undula.train.attempt import Attempt
 from undula.train.job import Job
 from undula.train.loop import TrainingLoop
@@ -132,6 +134,8 @@ class GroupSession:
     def loop(
         self, parts: ScriptParts, validate: ValidationFunction | None, after_step: AfterStep | None
     ) -> TrainingLoop:
+        check_step(parts.engine.optimizer)
+        check_state(parts.model, parts.engine.optimizer)
         loop = TrainingLoop(self.setup, parts, validate, after_step)
         self._attempt = loop.attempt
         return loop

@@ -17,7 +17,7 @@ from transformers_kit import HAS_STRATEGY, Trained, arguments
 from undula.adapters.script import Script
 from undula.adapters.transformers import Trainer
 from undula.telemetry.messages import Message
-from undula.train.rehearsal import rehearse
+from undula.train.dry_run.rehearsal import rehearse
 from undula.train.step import Step
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -21,8 +21,8 @@ from undula.state.events import RehearsalEvent
 from undula.storage import Store
 from undula.telemetry.hub import Hub
 from undula.telemetry.messages import Message
+from undula.train.dry_run.rehearsal import RehearsalSession, rehearse
 from undula.train.job import Job
-from undula.train.rehearsal import RehearsalSession, rehearse
 from undula.train.run import Run
 from undula.train.single_process import local_world
 

@@ -24,8 +24,8 @@ from undula.recovery.progress import COMPILE_S, COMPILING, START_LIMIT_S, Progre
 from undula.recovery.worker_state import LeaveGroup, Request, WorkerState
 from undula.state.ledger import read_ledger
 from undula.storage import open_store
+from undula.train.dry_run.rehearsal import rehearse
 from undula.train.job import Job
-from undula.train.rehearsal import rehearse
 from undula.train.run import Run
 from undula.train.single_process import local_world
 

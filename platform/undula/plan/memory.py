@@ -1,0 +1,212 @@
+"""Memory that a rank needs on its device, from counted quantities. Pure.
+
+What the quantities are is counted elsewhere, on the model, the batches and the optimizer of a script. Here they are put together to the
+moments of a step, of which the one that takes most decides whether a job fits.
+"""
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, fields, replace
+from functools import lru_cache
+
+from undula.plan.tree import Fold, assign, roots
+
+BUCKET_BYTES = 25 * 2**20
+"""Maximum size of a bucket of gradients of several parameters."""
+
+
+@dataclass(frozen=True)
+class StateCount:
+    """Memory of what a rank holds of a model and its optimizer between two steps, in bytes unless said otherwise."""
+
+    parameters: int
+    """Number of parameters."""
+    trainable: int
+    """Number of parameters that train."""
+    parameter_bytes: int
+    buffer_bytes: int
+    other_bytes: int
+    """What the script holds beside these, such as averages of the weights."""
+    gradient_bytes: int
+    largest_bytes: int
+    """Largest gradient of a parameter."""
+    optimizer_bytes: int
+    """State of the optimizer."""
+    update_bytes: int
+    """Peak of an update, beside all of these."""
+
+    @property
+    def bucket_bytes(self) -> int:
+        """Size of the largest bucket of gradients."""
+        return min(self.gradient_bytes, max(BUCKET_BYTES, self.largest_bytes))
+
+
+@dataclass(frozen=True)
+class PassCount:
+    """Memory and computation of the forward and the backward pass of a micro-batch, in bytes unless said otherwise."""
+
+    samples: int
+    batch_bytes: int
+    saved_bytes: int
+    """What the forward pass leaves for the backward pass."""
+    forward_bytes: int
+    """Peak of the forward pass."""
+    first_bytes: int
+    """Peak of the backward pass of a virtual worker's first micro-batch, including its gradient, which did not exist before."""
+    later_bytes: int
+    """Peak of the backward pass of a later micro-batch, beside the gradient."""
+    flops: int
+    """Operations of matrix products, convolutions and attention in both passes, two for each product and its sum."""
+    moved_bytes: int
+    """What the other operations of both passes read and write."""
+    operations: int
+    """Number of operations of both passes."""
+
+
+def extrapolated(one: PassCount, other: PassCount, samples: int) -> PassCount:
+    """Return the count of a micro-batch with another number of samples, on a line through two counts."""
+    share = (samples - one.samples) / (other.samples - one.samples)
+    values = {
+        field.name: max(round(before + share * (after - before)), 0)
+        for field in fields(PassCount)
+        for before, after in [(getattr(one, field.name), getattr(other, field.name))]
+    }
+    return PassCount(**values)
+
+
+@dataclass(frozen=True)
+class Parts:
+    """Memory of a rank at a moment of a step, in bytes."""
+
+    parameters: float = 0.0
+    buffers: float = 0.0
+    others: float = 0.0
+    """What the script holds beside its model, such as averages of the weights."""
+    optimizer: float = 0.0
+    gradients: float = 0.0
+    """Gradients of virtual workers, their sums along the tree, and what is received from other ranks."""
+    batch: float = 0.0
+    activations: float = 0.0
+    """What the forward pass leaves for the backward pass."""
+    temporary: float = 0.0
+    """What operations need beside the activations, and what an update needs beside the state."""
+    context: float = 0.0
+    """What the libraries of the device need."""
+
+    @property
+    def total(self) -> float:
+        return math.fsum(asdict(self).values())
+
+    @classmethod
+    def names(cls) -> list[str]:
+        return [field.name for field in fields(cls)]
+
+
+@dataclass(frozen=True)
+class HeldGradients:
+    """Gradients that a rank holds, each as large as that of the model."""
+
+    kept: float
+    """Memory that the sums of the rank's subtrees and those of other ranks keep between steps."""
+    open: tuple[int, ...]
+    """Number of sums of subtrees that wait for their siblings while each virtual worker of the rank computes."""
+
+
+@dataclass(frozen=True)
+class Division:
+    """Division of a step among the ranks."""
+
+    virtual_workers: int
+    micro_batches: int
+    """Number of micro-batches of each virtual worker."""
+    world_size: int
+    wire: float = 1.0
+    """Bytes of a number in the sums of gradients, relative to those of a number in a gradient."""
+
+
+@lru_cache(maxsize=1024)
+def held_gradients(virtual_workers: int, world_size: int, rank: int) -> HeldGradients:
+    """Return the gradients that a rank holds beside that of the virtual worker that computes."""
+    if virtual_workers == 1:
+        return HeldGradients(0.0, (0,))
+    ranges = assign(virtual_workers, world_size)
+    counts = [len(roots(virtual_workers, each.start, each.stop)) for each in ranges]
+    others = sum(counts) - counts[rank]
+    received = float(others) if counts == [1, 1] else others / world_size
+    own = ranges[rank]
+    first_leaves = {begin for begin, _ in roots(virtual_workers, own.start, own.stop)}
+    fold = Fold[bool](virtual_workers, lambda left, right: left)
+    held = []
+    for virtual_worker in own:
+        held.append(sum(fold.roots.values()))
+        fold.push(virtual_worker, virtual_worker not in first_leaves)
+    return HeldGradients(counts[rank] + received, tuple(held))
+
+
+def moments(
+    state: StateCount, passes: PassCount, division: Division, on_gpu: bool = True, context: float = 0.0
+) -> dict[str, Parts]:
+    """Return the memory of the rank that needs most, at each moment of a step that may take most.
+
+    Args:
+        state: What was counted of the states.
+        passes: What was counted of a micro-batch.
+        division: Division of the step among the ranks.
+        on_gpu: Whether the device is a GPU, to which the next micro-batch is copied while the current one computes.
+        context: Bytes that the libraries of the device need.
+    """
+    found: dict[str, Parts] = {}
+    for rank in range(min(division.world_size, division.virtual_workers)):
+        for name, parts in _moments_of(rank, state, passes, division):
+            parts = replace(parts, batch=passes.batch_bytes * (1 + on_gpu), context=context)
+            if name not in found or parts.total > found[name].total:
+                found[name] = parts
+    return found
+
+
+def peak(moments: Mapping[str, Parts]) -> Parts:
+    """Return the memory at the moment that takes most."""
+    return max(moments.values(), key=lambda parts: parts.total)
+
+
+def _moments_of(rank: int, state: StateCount, passes: PassCount, division: Division) -> Iterator[tuple[str, Parts]]:
+    """Yield the moments of a rank's step with their memory, without that of the batch."""
+    held = held_gradients(division.virtual_workers, division.world_size, rank)
+    states = Parts(state.parameter_bytes, state.buffer_bytes, state.other_bytes, state.optimizer_bytes)
+
+    def at(sums: float, leaves: int, activations: float, peak: float) -> Parts:
+        """Return the memory with so many sums and gradients, and with a peak that includes the activations."""
+        gradients = (sums * division.wire + leaves) * state.gradient_bytes
+        return replace(states, gradients=gradients, activations=activations, temporary=max(peak - activations, 0.0))
+
+    saved = passes.saved_bytes
+    for place, waiting in enumerate(held.open):
+        # The gradient of the former virtual worker is added to the others only when the next backward pass begins.
+        former = held.open[place - 1] if place else 0
+        yield "forward pass", at(held.kept + former, min(place, 1), saved, passes.forward_bytes)
+        if waiting > former:
+            # A leaf to which others will be added is copied, one bucket after another.
+            yield "backward pass", at(held.kept + former, 1, saved, saved + state.bucket_bytes)
+        first = at(held.kept + waiting, 0, saved, passes.first_bytes)
+        grown = min(state.gradient_bytes, first.temporary)
+        yield "backward pass", replace(first, gradients=first.gradients + grown, temporary=first.temporary - grown)
+        if division.micro_batches > 1:
+            yield "forward pass", at(held.kept + waiting, 1, saved, passes.forward_bytes)
+            yield "backward pass", at(held.kept + waiting, 1, saved, passes.later_bytes)
+    yield "reduction", at(held.kept, 1, 0, state.bucket_bytes if held.kept else 0)
+    yield "update", at(held.kept, 1, 0, state.update_bytes)
+
+
+def zero_bytes(parameters: float, ranks: int, stage: int, each: tuple[float, float, float]) -> float:
+    """Return the bytes of the states that each rank holds with the stages of ZeRO (Rajbhandari et al. 2020, arXiv:1910.02054, section 3).
+
+    Args:
+        parameters: Number of parameters.
+        ranks: Number of ranks among which states are sharded.
+        stage: 0 if nothing is sharded; from 1 on the state of the optimizer, from 2 on also gradients, with 3 also parameters.
+        each: Bytes per parameter of the parameter, its gradient, and its state of the optimizer. With Adam these are 4, 4 and 8 in fp32,
+            and 2, 2 and 12 if parameters are computed in 16 bits and the optimizer has a copy in fp32.
+    """
+    parameter, gradient, optimizer = each
+    shards = [ranks if stage >= level else 1 for level in (3, 2, 1)]
+    return parameters * sum(size / count for size, count in zip((parameter, gradient, optimizer), shards, strict=True))

@@ -1,0 +1,129 @@
+"""Tests that what is counted of a step in advance is what the step takes in a run."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from conformance_cases import OTHERS, TORCH, write_job
+from memory_kit import measured, predicted
+from memory_models import MODELS, Trained
+
+from undula.config.job import load_spec
+from undula.data.script.dataset import script_data
+from undula.errors import UsageError
+from undula.parallel.spec import ActivationsSpec
+from undula.plan.plan import PlanSpec
+from undula.plan.precision import PrecisionSpec
+from undula.train.dry_run.count import Setting, count
+from undula.train.dry_run.storages import storage_bytes
+from undula.train.job import Job
+from undula.train.single_process import SingleProcess
+
+KEEPS = ("all", "none", "selective", "sqrt", "every_2")
+REPEATED = ("a U-Net", "a decoder with tied weights", "a mixture of experts", "Hugging Face's decoder")
+"""Models that have blocks whose activations can be recomputed."""
+ALL = [
+    (name, compute, keep, offload)
+    for name in MODELS
+    for compute in ("fp32", "bf16")
+    for keep in (KEEPS if name in REPEATED else ("all",))
+    for offload in ((False, True) if name in REPEATED and keep != "selective" else (False,))
+]
+BRIEF = [
+    case
+    for case in ALL
+    if case[1:] == ("fp32", "all", False) or (case[0] == "a decoder with tied weights" and case[1] == "bf16")
+]
+GROWING = ("SGD with momentum from step 2 on", "a group added during training")
+"""Optimizers whose state grows after the first step."""
+
+
+def job_of(train: Trained, folder: Path, compute: str = "fp32", keep: str = "all", offload: bool = False) -> Job:
+    return Job(
+        name="memory",
+        run_url=str(folder / "run"),
+        plan=PlanSpec(global_batch=32, virtual_workers=2, max_steps=3),
+        precision=PrecisionSpec(compute=compute),  # type: ignore[arg-type]
+        activations=ActivationsSpec(keep=keep, offload=offload),
+        script_data=script_data(train.data(), None, None, 0, {}),  # type: ignore[arg-type]
+    )
+
+
+def check(folder: Path, name: str, compute: str, keep: str, offload: bool) -> None:
+    train = MODELS[name]
+    job = job_of(train, folder, compute, keep, offload)
+    counted, peak = predicted(train, job)
+    assert counted.is_fake != train.is_real
+    assert peak == pytest.approx(measured(train, job), rel=0.07)
+
+
+@pytest.mark.parametrize(("name", "compute", "keep", "offload"), BRIEF)
+def test_the_peak_of_a_step_is_known_in_advance(
+    tmp_path: Path, name: str, compute: str, keep: str, offload: bool
+) -> None:
+    check(tmp_path, name, compute, keep, offload)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize(("name", "compute", "keep", "offload"), [case for case in ALL if case not in BRIEF])
+def test_the_peak_of_a_step_is_known_in_advance_with_every_setting(
+    tmp_path: Path, name: str, compute: str, keep: str, offload: bool
+) -> None:
+    check(tmp_path, name, compute, keep, offload)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_activations_are_those_that_autograd_saves(tmp_path: Path, name: str) -> None:
+    train = MODELS[name]
+    setting = Setting("fp32", ActivationsSpec(), 16)
+    counted = count(train, job_of(train, tmp_path), [setting]).passes[setting]
+    model = train.make_model()
+    batch = torch.utils.data.default_collate([train.data()[index] for index in range(16)])
+    others = [*model.parameters(), *model.buffers(), *(batch if isinstance(batch, list) else [batch])]
+    known = {tensor.untyped_storage().data_ptr() for tensor in others}
+    saved: dict[int, int] = {}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in known:
+            saved[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        loss = train.loss(model, batch)
+    assert loss.requires_grad
+    tolerance = 0.1 if name == "masked pixels" else 0.05  # as many pixels are kept as the values of the samples say
+    assert counted.saved_bytes == pytest.approx(sum(saved.values()), rel=tolerance)
+
+
+@pytest.mark.parametrize("name", [name for name in {**TORCH, **OTHERS} if name not in GROWING])
+def test_the_state_of_an_optimizer_is_known_in_advance(tmp_path: Path, name: str) -> None:
+    training = {**TORCH, **OTHERS}[name]
+    loaded = load_spec(Path(write_job(tmp_path)), ["plan.max_steps=2"])
+    job = Job.of(loaded.spec, run_url=str(tmp_path / "run"), config={})
+    job = replace(job, data=replace(job.data, validation=None))
+    counted = count(training, job, [Setting("fp32", job.activations, 6)]).state
+    optimizers = []
+
+    def make(model: torch.nn.Module) -> torch.optim.Optimizer:
+        optimizers.append(training.make_optimizer(model))
+        return optimizers[0]
+
+    SingleProcess(replace(training, make_optimizer=make), job, lambda message: None)()
+    held = storage_bytes([*optimizers[0].state.values()])
+    assert counted.optimizer_bytes == pytest.approx(held, rel=0.01, abs=16)
+
+
+def test_a_mistake_of_the_script_is_its_own_error(tmp_path: Path) -> None:
+    train = MODELS["a perceptron"]
+    broken = replace(train, loss=lambda model, batch: model(batch[0]).no_such_method())
+    setting = Setting("fp32", ActivationsSpec(), 16)
+    with pytest.raises(AttributeError, match="no_such_method"):
+        count(broken, job_of(train, tmp_path), [setting])
+
+
+def test_units_that_the_model_does_not_have_are_refused(tmp_path: Path) -> None:
+    train = MODELS["a perceptron"]
+    with pytest.raises(UsageError, match="no repeated blocks"):
+        count(train, job_of(train, tmp_path), [Setting("fp32", ActivationsSpec(keep="none"), 16)])
