@@ -116,7 +116,9 @@ def main() -> None:
         for model in options.model or MODELS:
             for virtual_workers in options.virtual_workers or (4, 8):
                 for world_size in options.ranks or (1, 2):
-                    figures |= ratios(model, virtual_workers, world_size, options.steps)
+                    found = ratios(model, virtual_workers, world_size, options.steps)
+                    print("\n".join(f"{name}: {value:.3f}" for name, value in found.items()), flush=True)
+                    figures |= found
         rounds.append(figures)
     print_and_write("tree", rounds)
 

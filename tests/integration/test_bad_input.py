@@ -137,6 +137,10 @@ def test_options_and_overrides_can_be_mixed(text: str, tmp_path: Path) -> None:
     shown = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     assert "seed: 5" in shown
     assert "warmup" in shown
+    relative = [*command[:4], os.path.relpath(job, tmp_path), *command[5:]]
+    assert (
+        subprocess.run(relative, cwd=tmp_path, capture_output=True, text=True, check=True).stdout.count("seed: 5") == 1
+    )
     wrong = subprocess.run([*command, "config.model.width=wide"], capture_output=True, text=True)
     assert wrong.returncode == 2, "the script's own settings are checked too"
     assert wrong.stderr == 'undula: command line: config.model.width is "wide": it should be a valid integer\n'

@@ -16,6 +16,7 @@ from undula.cli.export import export
 from undula.cli.jobs import logs, stop
 from undula.cli.ls import ls
 from undula.cli.options import Commands
+from undula.cli.plan import plan
 from undula.cli.report import report
 from undula.cli.run import run
 from undula.cli.schema import schema
@@ -40,6 +41,7 @@ def cli() -> None:
 
 
 for command in (
+    plan,
     run,
     logs,
     stop,

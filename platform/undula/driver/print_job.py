@@ -18,7 +18,8 @@ def printed_by_script(script: Path, job: Path, overrides: Sequence[str], project
         SpecError: The job is invalid, or the script cannot be run on this machine.
     """
     shown, private = without_secrets(overrides)
-    command = [sys.executable, "-m", "undula.driver", str(script), "--config", str(job), "--print", *shown]
+    file = str(job.absolute())  # the driver goes to the folder of the script
+    command = [sys.executable, "-m", "undula.driver", str(script), "--config", file, "--print", *shown]
     with importable(project_modules(script, project)) as path:
         env = {**os.environ, **path, OVERRIDES: private.get(OVERRIDES, "[]")}
         done = subprocess.run(command, env=env, capture_output=True, text=True)

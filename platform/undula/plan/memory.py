@@ -34,6 +34,8 @@ class StateCount:
     """State of the optimizer."""
     update_bytes: int
     """Peak of an update, beside all of these."""
+    update_moved_bytes: int
+    """What an update reads and writes."""
 
     @property
     def bucket_bytes(self) -> int:

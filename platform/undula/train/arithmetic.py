@@ -36,13 +36,19 @@ def arithmetic_of(device: torch.device, compiled: str | None = None) -> Arithmet
     return properties
 
 
-def difference(known: Sequence[Arithmetic]) -> str | None:
-    """Return the first property in which processes or groups differ, with two of its values; None if all are equal."""
+def difference(known: Sequence[Arithmetic], places: tuple[str, str] = ("for one worker", "for another")) -> str | None:
+    """Return the first property in which processes or groups differ, with two of its values; None if all are equal.
+
+    Args:
+        known: Properties of the processes or groups.
+        places: Description of the first one and of the others.
+    """
     first, *others = known
     for other in others:
         for name in [*first, *(name for name in other if name not in first)]:
             if first.get(name) != other.get(name):
-                return f"{name} is {first.get(name, 'not set')} for one worker and {other.get(name, 'not set')} for another"
+                mine, others_own = first.get(name, "not set"), other.get(name, "not set")
+                return f"{name} is {mine} {places[0]} and {others_own} {places[1]}"
     return None
 
 

@@ -51,8 +51,14 @@ class Attempt:
         self.step_s = 0.0
         self.non_finite_steps = 0
 
-    def begin(self, restored: Restored) -> None:
-        """Begin with a restored state, and report the start."""
+    def begin(self, restored: Restored, arithmetic: Arithmetic, same_bits: bool) -> None:
+        """Begin with a restored state, and report the start.
+
+        Args:
+            restored: The state.
+            arithmetic: Properties of this process.
+            same_bits: Whether the run has the same bits at any number of workers.
+        """
         setup, layout = self._setup, self._setup.layout
         self.committed, self.committed_by, self.rows = restored.step, restored.attempt, restored.rows
         if layout.is_first:
@@ -61,15 +67,20 @@ class Attempt:
         for problem in restored.damaged.values():
             self.report(WarningEvent("checkpoint_skipped", problem, step=restored.step))
         origin = restored.origin or None
-        self.report(StartEvent(layout.world_size, setup.attempt, origin, layout.num_cells, step=restored.step))
+        cells, world_size = layout.num_cells, layout.world_size
+        self.report(
+            StartEvent(world_size, setup.attempt, origin, cells, same_bits, dict(arithmetic), step=restored.step)
+        )
 
     def compare_arithmetic(self, own: Arithmetic, restored: Restored) -> None:
         """Warn if the ranks, or the group that computed the restored state, may produce other bits for the same computation."""
         layout = self._setup.layout
         known: list[Any] = [None] * layout.world_size
         dist.all_gather_object(known, own, group=layout.control)
-        former = [restored.values[STATE]] if STATE in restored.values else []
-        if gap := difference([*former, *known]):
+        gap = difference(known)
+        if gap is None and STATE in restored.values:
+            gap = difference([restored.values[STATE], own], ("in the restored state", "now"))
+        if gap:
             self.report(WarningEvent("mixed_machines", gap))
 
     def report(self, event: Event) -> None:

@@ -16,7 +16,7 @@ from undula.plan.keys import multiset_digest
 from undula.plan.plan import Plan, PlanSpec
 from undula.report.data.certificate import certify, data_of
 from undula.report.data.run_record import JobRecord, RecordedRun
-from undula.state.events import EndEvent
+from undula.state.events import EndEvent, StartEvent, WarningEvent
 from undula.state.records import StepRow
 from undula.storage import Store
 
@@ -164,6 +164,45 @@ def test_deterministic_runs_must_have_the_same_bits_of_each_loss(manifest: Manif
     assert certify(runs[0], manifest, against=runs[1]).holds
     exact = [replace(each, job=replace(each.job, spec={**each.job.spec, "deterministic": True})) for each in runs]
     assert "step 4 has loss" in str(certify(exact[0], manifest, against=exact[1]).difference)
+
+
+def with_other_weights(manifest: Manifest, *arithmetics: dict[str, str]) -> list[RecordedRun]:
+    """Return two runs on CPUs whose weights differ after step 4, given the arithmetic of each."""
+    steps = [replace(each, weights_digest=each.step) for each in rows(manifest)]
+    other = [*steps[:4], replace(steps[4], weights_digest=99), *steps[5:]]
+    starts = [StartEvent(2, 1, same_bits=True, arithmetic=each, step=0) for each in arithmetics]
+    return [replace(run(manifest, each), events=(start,)) for each, start in zip((steps, other), starts, strict=True)]
+
+
+def test_runs_that_promise_equal_bits_must_have_them(manifest: Manifest) -> None:
+    arithmetic = {"the number of threads": "1"}
+    one, other = with_other_weights(manifest, arithmetic, arithmetic)
+    assert "step 4 has weights_digest 4, but run has 99" in str(certify(one, manifest, against=other).difference)
+    assert certify(one, manifest, against=one).holds
+
+
+def test_weights_may_differ_between_machines_that_compute_otherwise_which_is_said(manifest: Manifest) -> None:
+    one, other = with_other_weights(manifest, {"the number of threads": "1"}, {"the number of threads": "2"})
+    found = certify(one, manifest, against=other)
+    assert found.holds
+    cause = "allowed because the number of threads is 1 in run and 2 in run"
+    assert any(cause in text for text in found.not_proved)
+
+
+def test_a_run_whose_own_machines_differ_promises_no_bits(manifest: Manifest) -> None:
+    one, other = with_other_weights(manifest, {}, {})
+    mixed = replace(one, events=(*one.events, WarningEvent("mixed_machines", "the CPU is one", step=0)))
+    found = certify(mixed, manifest, against=other)
+    assert found.holds
+    assert any("run does not promise equal bits" in text for text in found.not_proved)
+
+
+def test_the_setting_is_named_by_which_runs_have_other_plans(manifest: Manifest) -> None:
+    one = run(manifest, rows(manifest))
+    spec = {**one.job.spec, "plan": {**one.job.spec["plan"], "virtual_workers": 6}}
+    other = replace(one, job=replace(one.job, plan_digest="other", spec=spec))
+    difference = str(certify(one, manifest, against=other).difference)
+    assert "another plan or other data (plan.virtual_workers is 6 there, and 4 here)" in difference
 
 
 def test_weights_of_other_runs_may_differ_in_rounding_which_is_said(manifest: Manifest) -> None:

@@ -50,7 +50,7 @@ def test_a_run_that_continues_with_another_number_of_threads_is_reported(tmp_pat
     job = replace(numbers_job(tmp_path), deterministic=True)
     for threads in ("1", "1", "2"):
         on_ranks(1, _train, job, ({"OMP_NUM_THREADS": threads},), 2)
-    assert warnings_of(job) == ["the number of threads is 1 for one worker and 2 for another"]
+    assert warnings_of(job) == ["the number of threads is 1 in the restored state and 2 now"]
 
 
 def test_the_same_process_does_not_differ_from_itself() -> None:

@@ -18,7 +18,8 @@ from undula.plan.keys import multiset_digest
 from undula.plan.plan import Plan, PlanSpec
 from undula.plan.precision import FP32, PrecisionSpec
 from undula.plan.rules import RULES
-from undula.report.data.run_record import RecordedRun
+from undula.report.data.run_record import RecordedRun, leaves
+from undula.report.data.same_bits import is_exact, reason_for_other_bits
 from undula.report.data.summary import column
 from undula.report.text import counted
 from undula.state.events import EndEvent
@@ -76,8 +77,8 @@ def certify(run: RecordedRun, data: Data, against: RecordedRun | None = None, to
         run: The run to check.
         data: The data that the run trained on.
         against: A run that must have the same trajectory, such as one without faults.
-        tolerance: Maximum relative difference between two losses of a step, to allow for the order of floating-point sums. Deterministic
-            runs must agree exactly.
+        tolerance: Maximum relative difference between two losses of a step, to allow for the order of floating-point sums, where equal bits
+            are not promised.
     """
     certificate = Certificate()
     try:
@@ -86,9 +87,9 @@ def certify(run: RecordedRun, data: Data, against: RecordedRun | None = None, to
             raise _DifferenceError("the manifest of the data or the recorded plan has changed since the run started")
         _check_steps(run, plan, certificate)
         _check_samples(run, plan, data, certificate)
-        _check_replayed(run, 0.0 if _is_exact(run) else tolerance, certificate)
+        _check_replayed(run, 0.0 if is_exact(run) else tolerance, certificate)
         if against is not None:
-            _check_against(run, against, 0.0 if _is_exact(run) and _is_exact(against) else tolerance, certificate)
+            _check_against(run, against, tolerance, certificate)
     except _DifferenceError as difference:
         certificate.difference = str(difference)
     if _is_elastic(run) and against is None:
@@ -114,18 +115,23 @@ def agreement(run: RecordedRun, other: RecordedRun, tolerance: float = 1e-5) -> 
     Args:
         run: The run.
         other: The run with which it is compared.
-        tolerance: Maximum relative difference between two losses of a step. Deterministic runs must agree exactly.
+        tolerance: Maximum relative difference between two losses of a step where equal bits are not promised.
     """
     certificate = Certificate()
     try:
-        _check_against(run, other, 0.0 if _is_exact(run) and _is_exact(other) else tolerance, certificate)
+        _check_against(run, other, tolerance, certificate)
     except _DifferenceError as difference:
         certificate.difference = str(difference)
     return certificate
 
 
-def _is_exact(run: RecordedRun) -> bool:
-    return bool(run.job.spec.get("deterministic"))
+def _other_setting(run: RecordedRun, other: RecordedRun) -> str:
+    """Return the first setting of the plan or the data in which two runs differ, in parentheses; nothing if there is none."""
+    mine, theirs = dict(leaves(run.job.spec)), dict(leaves(other.job.spec))
+    for key in sorted(mine.keys() | theirs.keys()):
+        if key.startswith(("plan.", "data.", "precision.")) and mine.get(key) != theirs.get(key):
+            return f" ({key} is {theirs.get(key)} there, and {mine.get(key)} here)"
+    return ""
 
 
 def _is_elastic(run: RecordedRun) -> bool:
@@ -250,7 +256,9 @@ def _check_replayed(run: RecordedRun, tolerance: float, certificate: Certificate
 
 def _check_against(run: RecordedRun, other: RecordedRun, tolerance: float, certificate: Certificate) -> None:
     if other.job.plan_digest != run.job.plan_digest:
-        raise _DifferenceError(f"{other.job.name} has another plan or other data, so the two runs cannot be compared")
+        raise _DifferenceError(
+            f"{other.job.name} has another plan or other data{_other_setting(run, other)}, so the two runs cannot be compared"
+        )
     if not len(other.ledger.steps):
         certificate.not_proved.append(f"that the steps are as in {other.job.name}: that run has no committed step")
         return
@@ -267,24 +275,34 @@ def _check_against(run: RecordedRun, other: RecordedRun, tolerance: float, certi
     rows, others = _alike(steps, other.ledger.steps)
     if not len(rows):
         return
-    largest = _compare(rows, others, tolerance, other.job.name, _close_keys(run))
+    reason = reason_for_other_bits(run, other)
+    largest = _compare(rows, others, tolerance if reason else 0.0, other.job.name, _close_keys(run))
     certificate.proved.append(
         f"{counted(len(rows), 'step')} as in {other.job.name}: the same samples and learning rates, with losses within {largest:.1e}"
     )
-    _compare_weights(rows, others, other.job.name, certificate)
+    _compare_weights(rows, others, other.job.name, reason, certificate)
     if missing := max(len(run.ledger.steps), len(other.ledger.steps)) - len(rows):
         certificate.not_proved.append(
             f"that the last {counted(missing, 'step')} are as in {other.job.name}: only one run has them"
         )
 
 
-def _compare_weights(rows: pa.Table, others: pa.Table, name: str, certificate: Certificate) -> None:
-    """Tell whether the weights are equal bit for bit, as far as both runs have digests of them. Rounding may differ."""
+def _compare_weights(rows: pa.Table, others: pa.Table, name: str, reason: str | None, certificate: Certificate) -> None:
+    """Tell whether the weights are equal bit for bit, as far as both runs have digests of them.
+
+    Args:
+        rows: Steps of a run.
+        others: The same steps of the other run.
+        name: Name of the other run.
+        reason: Reason why rounding may differ; None if it must not, which was checked before.
+        certificate: Result of the checks.
+    """
     both, differing = _differing(rows, others, "weights_digest")
     if len(differing):
         step = rows["step"][int(differing[0])].as_py()
         certificate.not_proved.append(
-            f"that the weights equal those of {name} bit for bit: they differ after step {step} at the latest"
+            f"that the weights equal those of {name} bit for bit: they differ after step {step} at the latest, which is allowed because "
+            f"{reason}"
         )
     elif both:
         certificate.proved.append(

@@ -161,6 +161,8 @@ def print_comparison(comparison: Comparison, *, console: Console | None = None) 
     for pair in comparison.agreements:
         difference = pair.certificate.difference
         what = f"different: {difference}" if difference else "; ".join(pair.certificate.proved) or "not proved"
+        if rest := "" if difference else "; ".join(pair.certificate.not_proved):
+            what += f"; not proved: {rest}"
         lines.append(Text(printable(f"{pair.label} and {pair.against}: {what}"), style="red" if difference else ""))
     if comparison.alone:
         lines.append(Text(printable(f"with a plan or data of their own: {', '.join(comparison.alone)}")))

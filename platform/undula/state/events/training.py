@@ -18,6 +18,10 @@ class StartEvent(Event):
     """Source of the restored state, such as "the memory of a worker"; None if the run starts at step 0."""
     cells: int = 1
     """Number of cells, the smallest sets of ranks that run a micro-batch."""
+    same_bits: bool = False
+    """Whether the run has the same bits at any number of workers whose arithmetic is equal."""
+    arithmetic: Mapping[str, str] = field(default_factory=dict)
+    """Properties of rank 0 that decide which bits it computes, by name."""
     step: int = field(kw_only=True)
 
     @property
@@ -303,8 +307,8 @@ _WARNINGS: Mapping[WarningCode, str] = {
     "data.validation, or give them with the training data in the script.",
     "other_rates": "No group of the optimizer has the learning rate that is shown, because {detail}; pass lr=run.base_lr to the optimizer.",
     "batch_rule": "The batch rule may not suit the optimizer: {detail}.",
-    "mixed_machines": "The results may differ in their last bits from those of other workers, because these compute with other bits "
-    "({detail}); use machines of one kind, with the same settings.",
+    "mixed_machines": "The results may differ in their last bits from those on machines of one kind, because not all workers of the run "
+    "compute with the same bits ({detail}); use machines of one kind, with the same settings and the same workers.cpus.",
     "no_finite_gradients": "The gradients of the last {detail} steps were infinite or NaN, so the weights have not changed since; "
     "look for a loss that is not finite, or train in bf16 or fp32.",
     "non_finite_gradient": "The gradient was {detail}, so that the weights may be lost; no checkpoint is written until it is finite again.",

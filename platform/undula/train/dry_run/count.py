@@ -20,6 +20,7 @@ from undula.data.nested import tensors_of, with_tensors
 from undula.data.reader import SampleReader, Samples
 from undula.data.script.indexed import ScriptData
 from undula.data.script.items import Items
+from undula.errors import UsageError
 from undula.parallel.activations import keep_activations
 from undula.parallel.engines.engine import Engine
 from undula.parallel.precision import Autocast, dtype_of
@@ -77,7 +78,8 @@ def count(train: Callable[[Run], None], job: Job, settings: Sequence[Setting]) -
     Args:
         train: Train function of the script.
         job: Settings of the job.
-        settings: Settings of the steps, of which the first also updates the weights.
+        settings: Settings of the steps, of which the first also updates the weights. The result lacks those that the model cannot have,
+            except for the first.
 
     Raises:
         Exception: An exception of the script.
@@ -89,8 +91,9 @@ def count(train: Callable[[Run], None], job: Job, settings: Sequence[Setting]) -
         few = _counted(train, job, [Setting(*kind, samples) for kind in kinds for samples in FEW], is_fake=False)
     passes = {}
     for each in settings:
-        one, other = (few.passes[Setting(each.compute, each.activations, samples)] for samples in FEW)
-        passes[each] = extrapolated(one, other, each.samples)
+        one, other = (few.passes.get(Setting(each.compute, each.activations, samples)) for samples in FEW)
+        if one and other:
+            passes[each] = extrapolated(one, other, each.samples)
     return replace(few, passes=passes)
 
 
@@ -100,17 +103,24 @@ def _counted(train: Callable[[Run], None], job: Job, settings: Sequence[Setting]
     with local_world(device), redirect_stdout(io.StringIO()), warnings.catch_warnings(), ExitStack() as stack:
         warnings.simplefilter("ignore")
         session = CountingSession(job, device, worker, settings, is_fake, stack)
-        run = Run(session)
+        run, refused = Run(session), None
         try:
             train(run)
         except LeaveGroup:
             pass
+        except UsageError:
+            # The model may not have the units of a setting, or not be able to recompute them.
+            refused = session.begun and session.begun.activations
+            if refused in (None, settings[0].activations):
+                raise
         finally:
             with _disable_current_modes():
                 run.free()
                 worker.close_kept()
                 torch.set_default_device(None)  # the script may have set one for this thread
-        return session.count
+        if refused is None:
+            return session.count
+    return _counted(train, job, [each for each in settings if each.activations != refused], is_fake)
 
 
 class CountingSession(LocalSession):
@@ -144,9 +154,19 @@ class CountingSession(LocalSession):
 
     @property
     def count(self) -> Count:
-        """What was counted."""
-        assert self._loop is not None
+        """What was counted.
+
+        Raises:
+            UsageError: The script has not trained.
+        """
+        if self._loop is None:
+            raise UsageError("the script ended without training; let it go through the steps of run.steps()")
         return Count(self._loop.state, self._loop.passes, self._fakes is not None)
+
+    @property
+    def begun(self) -> Setting | None:
+        """Setting whose step has begun last; None before the first one."""
+        return self._loop.begun if self._loop else None
 
     def _enter_modes(self) -> None:
         if self._fakes is not None:
@@ -212,6 +232,7 @@ class CountingLoop(RehearsalLoop):
     Attributes:
         passes: What was counted of the micro-batches, by setting.
         state: What was counted of the states.
+        begun: Setting whose step has begun last; None before the first one.
     """
 
     def __init__(
@@ -227,6 +248,7 @@ class CountingLoop(RehearsalLoop):
         self.boundary = _NoBoundary(setup, self.model, parts.state, self.attempt, self.saver)
         self._settings, self._live, self._fakes = settings, live, fakes
         self.passes: dict[Setting, PassCount] = {}
+        self.begun: Setting | None = None
         module, optimizer = self.model.engine.module, self.model.optimizer
         parameters = [*module.parameters()]
         trainable = self.model.engine.trainable
@@ -242,6 +264,7 @@ class CountingLoop(RehearsalLoop):
             largest_bytes=max((each.nbytes for each in trainable), default=0),
             optimizer_bytes=begun,
             update_bytes=0,
+            update_moved_bytes=0,
         )
         optimizer.register_step_pre_hook(self._begin_update)
         optimizer.register_step_post_hook(self._end_update)
@@ -257,6 +280,7 @@ class CountingLoop(RehearsalLoop):
         for setting in (first, first, *others):
             work = [MicroBatch(0, 0, number, setting.samples) for number in range(2)]
             self._batches = MicroBatches(_constant(work), reader, setup.layout.device, setup.worker.enter)
+            self.begun = setting
             with self._applied(setting):
                 step = _CountedStep(self._live, setup, self.model, self._batches, self.boundary, self._phases, 0)
                 yield step
@@ -286,6 +310,7 @@ class CountingLoop(RehearsalLoop):
             gradient_bytes=gradients,
             optimizer_bytes=self.state.optimizer_bytes + made,
             update_bytes=self._live.peak - self._live.bytes,
+            update_moved_bytes=self._live.moved,
         )
 
 

@@ -1,0 +1,144 @@
+"""Plan of a job before GPUs are rented: what its script counts, put together with kinds of GPUs, numbers of workers and prices."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from undula.config.job import JobSpec, LoadedSpec, absolute_paths, script_of
+from undula.driver.count_job import JobCount, counted_by_script
+from undula.errors import SpecError
+from undula.parallel.spec import ActivationsSpec
+from undula.plan.candidates import Candidate, Kind, Offer, Workload, candidates
+from undula.plan.fleet import ON_DEMAND, SPOT
+from undula.plan.gpus import GPUS, Gpu
+from undula.plan.memory import extrapolated
+from undula.plan.precision import Compute
+from undula.plan.prices import Machine, Prices
+from undula.plan.scaling import Link
+from undula.train.dry_run.count import Setting
+
+KEEPS = ("all", "selective", "sqrt", "none")
+"""Policies for activations that are compared."""
+MOST_SIZES = 5
+"""Maximum number of sizes of micro-batches that are compared."""
+
+
+@dataclass(frozen=True)
+class Planned:
+    """Configurations of a job."""
+
+    own: Setting
+    """Setting of the job's YAML."""
+    counted: JobCount
+    candidates: tuple[Candidate[Setting], ...]
+
+
+def plan_job(
+    job: Path,
+    loaded: LoadedSpec,
+    overrides: Sequence[str],
+    gpus: Sequence[str],
+    workers: Sequence[int],
+    link: tuple[float, float],
+    prices: Prices,
+    changes_per_hour: float,
+    script: Path | None = None,
+    project: Path | None = None,
+) -> Planned:
+    """Return the configurations in which a job could train.
+
+    Args:
+        job: YAML of the job.
+        loaded: The job.
+        overrides: Overrides of the YAML.
+        gpus: Names of kinds of GPUs.
+        workers: Numbers of workers.
+        link: Latency in seconds and bandwidth in bytes per second of the link between two workers.
+        prices: Prices of machines.
+        changes_per_hour: Number of times in an hour that a spot worker is taken.
+        script: Script of the job, unless it lies beside the YAML.
+        project: Folder in which packages lie that the script imports.
+
+    Raises:
+        SpecError: The job is invalid, or its script cannot be run on this machine.
+    """
+    spec = loaded.spec
+    own = setting_of(spec)
+    sizes = _sizes(spec, own.samples)
+    given = [*overrides, *absolute_paths(spec)]
+    few = sorted({sizes[0], sizes[-1], own.samples})
+    asked = [own, *(each for each in _settings(spec, few) if each != own)]
+    counted = counted_by_script(script_of(job, script), job, given, asked, project)
+    kinds = _kinds(counted, spec, sizes)
+    wire = 1.0 if spec.gradient.compression == "none" else 0.5
+    workload = Workload(counted.state, kinds, spec.plan, counted.samples, counted.steps, wire)
+    offers = [_offer(_gpu(name), prices) for name in gpus]
+    most = spec.plan.virtual_workers
+    found = candidates(workload, offers, [count for count in workers if count <= most], Link(*link), changes_per_hour)
+    return Planned(own, counted, tuple(each for each in found if _is_sensible(each)))
+
+
+def setting_of(spec: JobSpec) -> Setting:
+    """Return the setting of a job's YAML."""
+    share = spec.plan.global_batch // spec.plan.virtual_workers
+    return Setting(spec.precision.compute, spec.activations, min(spec.plan.micro_batch or share, share))
+
+
+def _sizes(spec: JobSpec, own: int) -> list[int]:
+    """Return sizes of micro-batches in ascending order: the share of a virtual worker, its half and so on, and the job's own."""
+    share = spec.plan.global_batch // spec.plan.virtual_workers
+    halved = [-(-share // 2**times) for times in range(MOST_SIZES)]
+    return sorted({*halved, own})
+
+
+def _settings(spec: JobSpec, sizes: Sequence[int]) -> list[Setting]:
+    computes: list[Compute] = list(dict.fromkeys([spec.precision.compute, "bf16"]))
+    if spec.precision.compute == "fp16":
+        computes = ["fp16"]
+    kept = [replace(spec.activations, keep=keep, offload=False) for keep in KEEPS if keep != "all"]
+    policies = [spec.activations, ActivationsSpec(), *kept]
+    return [Setting(compute, policy, size) for compute in computes for policy in policies for size in sizes]
+
+
+def _kinds(counted: JobCount, spec: JobSpec, sizes: Sequence[int]) -> list[Kind[Setting]]:
+    """Return the ways to compute of all sizes, from the counts of a few. fp16 takes the memory of bf16."""
+    found: list[Kind[Setting]] = []
+    for compute, policy in dict.fromkeys((each.compute, each.activations) for each in counted.passes):
+        known = {
+            setting.samples: passes
+            for setting, passes in counted.passes.items()
+            if (setting.compute, setting.activations) == (compute, policy)
+        }
+        names: list[Compute] = (
+            [compute, "fp16"] if compute == "bf16" and spec.precision.compute != "bf16" else [compute]
+        )
+        low, high = known[min(known)], known[max(known)]
+        for size in sizes:
+            passes = known.get(size) or (low if low is high else extrapolated(low, high, size))
+            found += [Kind(Setting(name, policy, size), name, replace(passes, samples=size)) for name in names]
+    return found
+
+
+def _is_sensible(candidate: Candidate[Setting]) -> bool:
+    """Return whether a GPU computes faster in a format than in fp32, if the format is not fp32."""
+    tflops = candidate.offer.gpu.tflops
+    compute = candidate.setting.compute
+    if compute == "fp16":
+        return tflops["bf16"] <= tflops["fp32"]
+    return compute == "fp32" or tflops[compute] > tflops["fp32"]
+
+
+def _gpu(name: str) -> Gpu:
+    if gpu := GPUS.get(name.upper()):
+        return gpu
+    raise SpecError(f"command line: --gpu {name} is not known; give one of {', '.join(GPUS)}")
+
+
+def _offer(gpu: Gpu, prices: Prices) -> Offer:
+    """Return the cheapest way to rent a GPU."""
+    found = []
+    for machine, count in gpu.machines.items():
+        quotes = [prices.quote(Machine(machine, market), market) for market in (ON_DEMAND, SPOT)]
+        hourly = [None if quote is None else quote.hourly / count for quote in quotes]
+        found.append(Offer(gpu, machine, *hourly))
+    return min(found, key=lambda offer: float("inf") if offer.hourly is None else offer.hourly)

@@ -1,0 +1,136 @@
+"""Table of the configurations in which a job could train, for the terminal."""
+
+from collections.abc import Iterator, Sequence
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from undula.plan.candidates import Candidate, cheapest, fastest
+from undula.plan.gpus import GIB
+from undula.train.dry_run.count import Setting
+
+COLUMNS = ("", "GPU", "W", "setting", "GiB", "step", "per s", "time", "cost", "spot")
+LEGEND = (
+    "Y the YAML's setting, C the cheapest, F the fastest; W workers; setting: number format, activations.keep and micro-batch; GiB needed "
+    "and there; samples per second; time and cost of the whole run, on demand and on spot nodes"
+)
+
+
+Found = Sequence[Candidate[Setting]]
+"""Configurations of a job."""
+
+
+def print_plan(found: Found, own: Setting, is_fake: bool, console: Console | None = None) -> None:
+    """Print for each kind of GPU and number of workers the fastest configuration that fits, and that of the job's YAML.
+
+    Args:
+        found: All configurations.
+        own: Setting of the YAML.
+        is_fake: Whether they were counted without values.
+        console: Console of the output.
+    """
+    console = console or Console()
+    marks = _marks(found, own)
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
+    for name in COLUMNS:
+        table.add_column(name, justify="left" if name in ("", "GPU", "setting") else "right", no_wrap=True)
+    for candidate in _shown(found, own):
+        style = "" if candidate.fits else "dim"
+        table.add_row(*(Text(cell, style) for cell in (marks.get(id(candidate), ""), *_cells(candidate))))
+    console.print(table)
+    console.print(LEGEND, highlight=False)
+    for sentence in sentences(found, own, is_fake):
+        console.print(sentence, highlight=False)
+    if not any(candidate.fits for candidate in found):
+        console.print("No configuration fits; give --gpu a kind with more memory.", highlight=False)
+
+
+def sentences(found: Found, own: Setting, is_fake: bool) -> Iterator[str]:
+    """Yield what the user should know about the table, in sentences."""
+    for name, group in _by_gpu([each for each in found if each.setting == own]).items():
+        least = min(group, key=lambda each: each.needed_bytes)
+        if least.fits:
+            continue
+        short = least.needed_bytes - least.room_bytes
+        nearest = [each for each in found if each.offer.gpu.title == name and each.fits]
+        text = f"The job as it is needs {_gib(least.needed_bytes)} on {name}, {_gib(short)} more than there are"
+        if nearest:
+            best = min(nearest, key=lambda each: each.hours * each.workers)
+            text += f"; with {_difference(best.setting, own)} it needs {_gib(best.needed_bytes)}"
+        yield f"{text}."
+    if not is_fake:
+        yield (
+            "The script reads values of tensors, so a few samples ran through the model on this machine, and larger micro-batches are "
+            "extrapolated."
+        )
+
+
+def _marks(found: Found, own: Setting) -> dict[int, str]:
+    """Return the letters that mark configurations, by their identity."""
+    cheap, fast = cheapest(found), fastest(found)
+    return {id(each): "Y" * (each.setting == own) + "C" * (each is cheap) + "F" * (each is fast) for each in found}
+
+
+def _shown(found: Found, own: Setting) -> list[Candidate[Setting]]:
+    """Return the configurations that are shown, in the order of the table."""
+    best: dict[tuple[str, int], Candidate[Setting]] = {}
+    for each in found:
+        key = (each.offer.gpu.title, each.workers)
+        if each.fits and (key not in best or each.hours < best[key].hours):
+            best[key] = each
+    wanted = [*best.values(), cheapest(found), fastest(found)]
+    shown = {id(each) for each in wanted if each is not None}
+    return [each for each in found if id(each) in shown or each.setting == own]
+
+
+def _by_gpu(candidates: Sequence[Candidate[Setting]]) -> dict[str, list[Candidate[Setting]]]:
+    groups: dict[str, list[Candidate[Setting]]] = {}
+    for each in candidates:
+        groups.setdefault(each.offer.gpu.title, []).append(each)
+    return groups
+
+
+def _cells(candidate: Candidate[Setting]) -> tuple[str, ...]:
+    setting = candidate.setting
+    keep = setting.activations.keep + ("+offload" if setting.activations.offload else "")
+    return (
+        candidate.offer.gpu.title.removesuffix(" GB"),
+        str(candidate.workers),
+        f"{setting.compute} {keep} {candidate.samples}",
+        f"{candidate.needed_bytes / GIB:.1f}/{candidate.room_bytes / GIB:.0f}",
+        _seconds(candidate.step.total),
+        f"{candidate.samples_per_s:,.0f}",
+        _hours(candidate.hours),
+        _dollars(candidate.dollars),
+        _dollars(candidate.spot_dollars),
+    )
+
+
+def _difference(setting: Setting, own: Setting) -> str:
+    """Return the settings that differ from the job's, as the job's YAML writes them."""
+    changed = []
+    if setting.compute != own.compute:
+        changed.append(f"precision.compute={setting.compute}")
+    if setting.activations.keep != own.activations.keep:
+        changed.append(f"activations.keep={setting.activations.keep}")
+    if setting.samples != own.samples:
+        changed.append(f"plan.micro_batch={setting.samples}")
+    return " ".join(changed) or "fewer virtual workers on each worker"
+
+
+def _gib(size: float) -> str:
+    return f"{size / GIB:.1f} GiB"
+
+
+def _seconds(seconds: float) -> str:
+    return f"{seconds * 1e3:.0f} ms" if seconds < 1 else f"{seconds:.2f} s"
+
+
+def _hours(hours: float) -> str:
+    return f"{hours * 60:.0f} min" if hours < 1 else f"{hours:,.1f} h"
+
+
+def _dollars(dollars: float | None) -> str:
+    return "–" if dollars is None else f"${dollars:,.2f}"

@@ -1,0 +1,199 @@
+"""Configurations in which a job could train, each with its memory, its speed and its price, and the choice among them. Pure."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+from undula.plan.gpus import CONTEXT_BYTES, MARGIN, Gpu
+from undula.plan.memory import Division, Parts, PassCount, StateCount, moments, peak
+from undula.plan.plan import PlanSpec
+from undula.plan.scaling import Link
+from undula.plan.step_time import DeviceRates, StepSeconds, step_seconds
+
+MATMUL_EFFICIENCY = 0.6
+"""Share of the peak of a GPU's data sheet that large matrix products reach in a model."""
+MEMORY_EFFICIENCY = 0.8
+"""Share of the bandwidth of a GPU's memory that other operations reach."""
+LAUNCH_S = 8e-6
+"""Seconds for which the host is busy with an operation of torch in eager mode."""
+OUTAGE_S = 20.0
+"""Seconds for which training stands still when the number of workers changes."""
+Setting = TypeVar("Setting")
+
+
+def rates_of(gpu: Gpu, compute: str) -> DeviceRates:
+    """Return the rates that a GPU probably reaches in a model."""
+    flops = gpu.tflops[compute] * 1e12 * MATMUL_EFFICIENCY  # type: ignore[index]
+    return DeviceRates(flops, gpu.gb_per_s * 1e9 * MEMORY_EFFICIENCY, LAUNCH_S)
+
+
+@dataclass(frozen=True)
+class Offer:
+    """Price of a worker with one GPU."""
+
+    gpu: Gpu
+    machine: str
+    """Machine type, of which a worker has the share of one GPU."""
+    hourly: float | None
+    """Price on demand of the worker in US dollars per hour; None if no price list has one."""
+    hourly_spot: float | None
+    """Its spot price."""
+
+
+@dataclass(frozen=True)
+class Kind(Generic[Setting]):
+    """A way to compute, and what was counted of it."""
+
+    setting: Setting
+    compute: str
+    passes: PassCount
+
+
+@dataclass(frozen=True)
+class Candidate(Generic[Setting]):
+    """A configuration in which a job could train."""
+
+    offer: Offer
+    setting: Setting
+    samples: int
+    """Number of samples of a micro-batch."""
+    workers: int
+    memory: Parts
+    """Memory of the worker that needs most, at the moment that takes most."""
+    room_bytes: float
+    """Memory of the GPU."""
+    step: StepSeconds
+    samples_per_s: float
+    efficiency: float
+    """Speed, relative to that of as many workers that lose nothing to each other."""
+    mfu: float
+    """Operations of the model without what is recomputed, relative to the peak of the GPUs."""
+    hours: float
+    """Duration of the run on nodes that stay."""
+    spot_hours: float
+    """Duration of the run on spot nodes, with the outages of their changes."""
+
+    @property
+    def needed_bytes(self) -> float:
+        """Memory that torch's allocator probably takes."""
+        return (self.memory.total - self.memory.context) * (1 + MARGIN) + self.memory.context
+
+    @property
+    def fits(self) -> bool:
+        return self.needed_bytes <= self.room_bytes
+
+    @property
+    def dollars(self) -> float | None:
+        """Price of the run on demand."""
+        return None if self.offer.hourly is None else self.offer.hourly * self.workers * self.hours
+
+    @property
+    def spot_dollars(self) -> float | None:
+        """Price of the run on spot nodes."""
+        return None if self.offer.hourly_spot is None else self.offer.hourly_spot * self.workers * self.spot_hours
+
+
+@dataclass(frozen=True)
+class Workload(Generic[Setting]):
+    """Job whose configurations are compared."""
+
+    state: StateCount
+    kinds: Sequence[Kind[Setting]]
+    plan: PlanSpec
+    samples: int
+    """Number of samples of the whole run."""
+    steps: int
+    wire: float = 1.0
+    """Bytes of a number in the sums of gradients, relative to those in a gradient."""
+
+    def division(self, samples: int, workers: int) -> Division:
+        """Return the division of a step among some workers, with micro-batches of so many samples."""
+        share = self.plan.global_batch // self.plan.virtual_workers
+        return Division(self.plan.virtual_workers, -(-share // samples), workers, self.wire)
+
+
+def candidates(
+    workload: Workload[Setting],
+    offers: Sequence[Offer],
+    workers: Sequence[int],
+    link: Link,
+    changes_per_hour: float,
+    rates: Callable[[Gpu, str], DeviceRates] = rates_of,
+) -> Iterator[Candidate[Setting]]:
+    """Yield all configurations.
+
+    Args:
+        workload: The job.
+        offers: Kinds of workers.
+        workers: Numbers of workers.
+        link: Link between two workers.
+        changes_per_hour: Number of times in an hour that a spot worker is taken.
+        rates: Function that returns the rates of a GPU in a number format.
+    """
+    least = {kind.compute: kind.passes.flops / kind.passes.samples for kind in reversed(workload.kinds)}
+    for each in workload.kinds:
+        per_sample = each.passes.flops / each.passes.samples
+        least[each.compute] = min(least[each.compute], per_sample)
+    for offer in offers:
+        for kind in workload.kinds:
+            for count in workers:
+                yield _candidate(workload, offer, kind, count, link, changes_per_hour, rates, least[kind.compute])
+
+
+def _candidate(
+    workload: Workload[Setting],
+    offer: Offer,
+    kind: Kind[Setting],
+    workers: int,
+    link: Link,
+    changes_per_hour: float,
+    rates: Callable[[Gpu, str], DeviceRates],
+    flops_of_sample: float,
+) -> Candidate[Setting]:
+    passes, division, device = (
+        kind.passes,
+        workload.division(kind.passes.samples, workers),
+        rates(offer.gpu, kind.compute),
+    )
+    memory = peak(moments(workload.state, passes, division, context=CONTEXT_BYTES))
+    step = step_seconds(workload.state, passes, division, device, link)
+    batch = workload.plan.global_batch
+    alone = step_seconds(workload.state, passes, workload.division(passes.samples, 1), device, link)
+    speed = batch / step.total
+    hours = workload.steps * step.total / 3600
+    # Of each hour, the changes of all workers take their outages.
+    goodput = 1 / (1 + changes_per_hour * workers * OUTAGE_S / 3600)
+    peak_flops = offer.gpu.tflops[kind.compute] * 1e12 * workers  # type: ignore[index]
+    return Candidate(
+        offer,
+        kind.setting,
+        passes.samples,
+        workers,
+        memory,
+        offer.gpu.memory_bytes,
+        step,
+        speed,
+        alone.total / step.total / workers,
+        flops_of_sample * speed / peak_flops,
+        hours,
+        hours / goodput,
+    )
+
+
+def cheapest(found: Sequence[Candidate[Setting]]) -> Candidate[Setting] | None:
+    """Return the configuration that fits and costs least; None if none fits or has a price."""
+    priced = [(min(prices), each) for each in found if each.fits and (prices := _prices(each))]
+    return min(priced, key=lambda pair: (pair[0], pair[1].hours), default=(0.0, None))[1]
+
+
+def fastest(found: Sequence[Candidate[Setting]]) -> Candidate[Setting] | None:
+    """Return the configuration that fits and takes least time, of equal ones that which costs least; None if none fits."""
+    return min(
+        (each for each in found if each.fits),
+        key=lambda each: (round(each.hours, 6), min(_prices(each), default=0.0)),
+        default=None,
+    )
+
+
+def _prices(candidate: Candidate[Setting]) -> list[float]:
+    return [price for price in (candidate.dollars, candidate.spot_dollars) if price is not None]

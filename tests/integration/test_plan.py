@@ -1,0 +1,52 @@
+"""Tests of `undula plan` with the main job."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from jobs_kit import LANGUAGE_MODEL
+
+JOB = LANGUAGE_MODEL.with_suffix(".yaml")
+
+
+def plan(text: str, *arguments: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
+    data = (f"data.train={text}/train", f"data.validation={text}/validation")
+    command = [sys.executable, "-m", "undula.cli", "plan", str(JOB), *data, *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=600, cwd=cwd)
+
+
+def test_the_main_job_fits_everywhere_and_more_workers_are_faster(text: str) -> None:
+    done = plan(text, "--gpu", "L4", "--gpu", "H100", "--workers", "1,2", "--json", "config.model.layers=2")
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert found["state"]["parameter_bytes"] == found["state"]["gradient_bytes"]
+    assert found["state"]["optimizer_bytes"] > 1.99 * found["state"]["parameter_bytes"]
+    assert {each["gpu"] for each in found["candidates"]} == {"L4", "H100 80 GB"}
+    assert all(each["fits"] for each in found["candidates"])
+    kept = {each["activations"]["keep"]: each["memory"]["activations"] for each in found["candidates"]}
+    assert kept["all"] > kept["selective"] > kept["none"]
+
+
+def test_a_job_that_is_too_large_says_by_how_much_and_what_would_fit(text: str) -> None:
+    large = ("config.model.layers=24", "config.model.width=2048", "config.model.heads=16", "plan.global_batch=512")
+    done = plan(text, "--gpu", "L4", "--workers", "4", *large)
+    assert done.returncode == 0, done.stderr
+    assert "The job as it is needs" in done.stdout
+    assert "on L4, " in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (("--gpu", "L5"), "--gpu L5 is not known; give one of V100, T4,"),
+        (("--workers", "0"), "0 is not a list of positive numbers, such as 1,2,4"),
+        (("config.model.width=wide",), 'config.model.width is "wide": it should be a valid integer'),
+    ],
+)
+def test_bad_input_is_one_sentence(text: str, arguments: tuple[str, ...], sentence: str) -> None:
+    done = plan(text, *arguments)
+    assert done.returncode == 2
+    assert sentence in done.stderr
+    assert len(done.stderr.strip().splitlines()) == 1
