@@ -5,7 +5,8 @@ from collections.abc import Callable
 import torch
 
 from undula.plan.memory import Division, moments, peak
-from undula.train.dry_run.count import Count, Setting, count
+from undula.train.dry_run.count import count
+from undula.train.dry_run.counting import Count, Setting
 from undula.train.dry_run.storages import LiveStorages
 from undula.train.job import Job
 from undula.train.run import Run

@@ -17,7 +17,8 @@ from undula.driver.record import job_of
 from undula.errors import SpecError
 from undula.parallel.spec import ActivationsSpec
 from undula.plan.memory import PassCount, StateCount
-from undula.train.dry_run.count import Setting, count
+from undula.train.dry_run.count import count
+from undula.train.dry_run.counting import Setting
 from undula.train.run import Run
 
 MARK = "undula count: "

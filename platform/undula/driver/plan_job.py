@@ -15,7 +15,7 @@ from undula.plan.memory import extrapolated
 from undula.plan.precision import Compute
 from undula.plan.prices import Machine, Prices
 from undula.plan.scaling import Link
-from undula.train.dry_run.count import Setting
+from undula.train.dry_run.counting import Setting
 
 KEEPS = ("all", "selective", "sqrt", "none")
 """Policies for activations that are compared."""

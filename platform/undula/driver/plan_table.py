@@ -9,7 +9,7 @@ from rich.text import Text
 
 from undula.plan.candidates import Candidate, cheapest, fastest
 from undula.plan.gpus import GIB
-from undula.train.dry_run.count import Setting
+from undula.train.dry_run.counting import Setting
 
 COLUMNS = ("", "GPU", "W", "setting", "GiB", "step", "per s", "time", "cost", "spot")
 LEGEND = (

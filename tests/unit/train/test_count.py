@@ -15,7 +15,8 @@ from undula.errors import UsageError
 from undula.parallel.spec import ActivationsSpec
 from undula.plan.plan import PlanSpec
 from undula.plan.precision import PrecisionSpec
-from undula.train.dry_run.count import Setting, count
+from undula.train.dry_run.count import count
+from undula.train.dry_run.counting import Setting
 from undula.train.dry_run.storages import storage_bytes
 from undula.train.job import Job
 from undula.train.single_process import SingleProcess
@@ -121,6 +122,24 @@ def test_a_mistake_of_the_script_is_its_own_error(tmp_path: Path) -> None:
     setting = Setting("fp32", ActivationsSpec(), 16)
     with pytest.raises(AttributeError, match="no_such_method"):
         count(broken, job_of(train, tmp_path), [setting])
+
+
+class Huge(torch.nn.Module):
+    """Model of 4 TB that reads a value."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(2**20, 2**20)
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        padded = torch.nn.functional.pad(images.flatten(1), (0, 2**20 - images[0].numel()))
+        return self.layer(padded)[:, : int(images.argmax()) % 10 + 10]
+
+
+def test_a_model_that_needs_values_and_more_memory_than_there_is_is_refused(tmp_path: Path) -> None:
+    train = replace(MODELS["a perceptron"], make_model=Huge)
+    with pytest.raises(UsageError, match=r"DataDependent.* real model of 4096.* GiB cannot take steps in the"):
+        count(train, job_of(train, tmp_path), [Setting("fp32", ActivationsSpec(), 16)])
 
 
 def test_units_that_the_model_does_not_have_are_refused(tmp_path: Path) -> None:

@@ -1,0 +1,344 @@
+"""Session and loop of a count: they give a script one step for each setting, and count what the step takes."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._python_dispatch import _disable_current_modes
+
+from undula.data.nested import tensors_of, with_tensors
+from undula.data.reader import SampleReader, Samples
+from undula.data.script.indexed import ScriptData
+from undula.data.script.items import Items
+from undula.errors import UsageError
+from undula.parallel.activations import keep_activations
+from undula.parallel.engines.engine import Engine
+from undula.parallel.precision import Autocast, dtype_of
+from undula.parallel.spec import ActivationsSpec
+from undula.plan.memory import PassCount, StateCount
+from undula.plan.plan import MicroBatch, OptimizerStep
+from undula.plan.precision import FP32, Compute
+from undula.recovery.worker_state import LeaveGroup, WorkerState
+from undula.train.boundary import StepBoundary
+from undula.train.dry_run.rehearsal import LocalSession, RehearsalLoop
+from undula.train.dry_run.storages import LiveStorages, storage_bytes
+from undula.train.job import Job
+from undula.train.loop import TrainingLoop
+from undula.train.measurement import StepMeasurement, StepPhases
+from undula.train.micro_batches import MicroBatches
+from undula.train.model import PlacedModel, place_model
+from undula.train.parts import ScriptParts
+from undula.train.script_state import AfterStep
+from undula.train.step import Step
+from undula.train.step_reduction import StepTotals, Wants
+from undula.train.validation import ValidationFunction
+
+
+@dataclass(frozen=True)
+class Setting:
+    """Settings of which a step is counted."""
+
+    compute: Compute
+    activations: ActivationsSpec
+    samples: int
+    """Number of samples in a micro-batch."""
+
+
+@dataclass(frozen=True)
+class Count:
+    """What was counted of a job."""
+
+    state: StateCount
+    passes: dict[Setting, PassCount]
+    is_fake: bool
+    """Whether the steps had no values. Otherwise they were real ones on the CPU."""
+
+
+class CountingSession(LocalSession):
+    """Session of a count.
+
+    Args:
+        job: Settings of the job.
+        device: Device of the tensors.
+        worker: State of this process.
+        settings: Settings of the steps.
+        is_fake: Whether the model and the batches have no values.
+        stack: Stack of contexts that end with the script.
+        placed: Function that is called with the bytes of the model.
+    """
+
+    def __init__(
+        self,
+        job: Job,
+        device: torch.device,
+        worker: WorkerState,
+        settings: Sequence[Setting],
+        is_fake: bool,
+        stack: ExitStack,
+        placed: Callable[[int], None],
+    ):
+        super().__init__(replace(job, compile=False), device, worker)
+        self._settings, self._stack, self._placed = settings, stack, placed
+        self._fakes = FakeTensorMode(allow_non_fake_inputs=True) if is_fake else None
+        self._live = LiveStorages()
+        self._loop: CountingLoop | None = None
+        if not job.data.is_of_script:
+            self._enter_modes()
+
+    @property
+    def count(self) -> Count:
+        """What was counted.
+
+        Raises:
+            UsageError: The script has not trained.
+        """
+        if self._loop is None:
+            raise UsageError("the script ended without training; let it go through the steps of run.steps()")
+        return Count(self._loop.state, self._loop.passes, self._fakes is not None)
+
+    @property
+    def begun(self) -> Setting | None:
+        """Setting whose step has begun last; None before the first one."""
+        return self._loop.begun if self._loop else None
+
+    def _enter_modes(self) -> None:
+        if self._fakes is not None:
+            self._stack.enter_context(self._fakes)
+        self._stack.enter_context(self._live)
+
+    def samples_of(self, data: ScriptData, training: Items, validation: Items | None) -> Any:
+        samples = super().samples_of(replace(data, num_workers=0), training, validation)
+        self._enter_modes()
+        return samples
+
+    def place(self, module: nn.Module) -> PlacedModel:
+        """Place the module without the settings of activations and precision, which each step has of its own."""
+        if self._fakes is not None:
+            _make_fake(module, self._fakes)
+        tensors = [*module.parameters(), *module.buffers()]
+        for tensor in tensors:
+            self._live.add(tensor)
+        self._placed(storage_bytes(tensors))
+        job = replace(self.job, activations=ActivationsSpec(), precision=FP32)
+        return place_model(module, job, self.plan, self.setup.layout, lambda module, layout: _CountedEngine(layout))
+
+    def loop(
+        self, parts: ScriptParts, validate: ValidationFunction | None, after_step: AfterStep | None
+    ) -> TrainingLoop:
+        self._loop = CountingLoop(self, parts, self._settings, self._live, self._fakes)
+        return self._loop
+
+
+class _CountedEngine(Engine):
+    """Engine of a rank alone, without the buffers of the sum over the virtual workers, whose size follows from that of the gradient."""
+
+    def place(self, module: nn.Module) -> nn.Module:
+        """Take the module as it is: fake parameters cannot be moved."""
+        self._attach(module)
+        return module
+
+    def finish_gradients(
+        self, samples: int, *, max_norm: float | None = None, loss_scale: float | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Leave the gradients as they are: a norm takes little memory, and its rounding depends on values."""
+        return torch.ones(()), torch.zeros(())
+
+
+def _make_fake(module: nn.Module, fakes: FakeTensorMode) -> None:
+    """Replace the real parameters and buffers of a module, which it got before its session began, by fake ones."""
+    known: dict[int, Any] = {}
+    for layer in module.modules():
+        own = [*layer.named_parameters(recurse=False, remove_duplicate=False)]
+        for name, tensor in [*own, *layer.named_buffers(recurse=False, remove_duplicate=False)]:
+            if not isinstance(tensor, FakeTensor):
+                setattr(layer, name, known.setdefault(id(tensor), fakes.from_tensor(tensor)))
+
+
+class CountingLoop(RehearsalLoop):
+    """Loop that yields a step for each setting, and counts it.
+
+    Args:
+        session: Session of the count.
+        parts: What the script has given to the run.
+        settings: Settings of the steps.
+        live: Counter of the storages.
+        fakes: Mode of the fake tensors; None if tensors are real.
+
+    Attributes:
+        passes: What was counted of the micro-batches, by setting.
+        state: What was counted of the states.
+        begun: Setting whose step has begun last; None before the first one.
+    """
+
+    def __init__(
+        self,
+        session: CountingSession,
+        parts: ScriptParts,
+        settings: Sequence[Setting],
+        live: LiveStorages,
+        fakes: FakeTensorMode | None,
+    ):
+        super().__init__(session.setup, parts)
+        setup = session.setup
+        self.boundary = _NoBoundary(setup, self.model, parts.state, self.attempt, self.saver)
+        self._settings, self._live, self._fakes = settings, live, fakes
+        self.passes: dict[Setting, PassCount] = {}
+        self.begun: Setting | None = None
+        module, optimizer = self.model.engine.module, self.model.optimizer
+        parameters = [*module.parameters()]
+        trainable = self.model.engine.trainable
+        own, buffers = storage_bytes(parameters), storage_bytes([*module.buffers()])
+        begun = storage_bytes([*optimizer.state.values()])
+        self.state = StateCount(
+            parameters=sum(each.numel() for each in parameters),
+            trainable=sum(each.numel() for each in trainable),
+            parameter_bytes=own,
+            buffer_bytes=buffers,
+            other_bytes=live.bytes - own - buffers - begun,
+            gradient_bytes=0,
+            largest_bytes=max((each.nbytes for each in trainable), default=0),
+            optimizer_bytes=begun,
+            update_bytes=0,
+            update_moved_bytes=0,
+        )
+        optimizer.register_step_pre_hook(self._begin_update)
+        optimizer.register_step_post_hook(self._end_update)
+
+    def steps(self) -> Iterator[Step]:
+        """Yield the steps, and leave the train function as a run leaves it when its group ends."""
+        setup = self._setup
+        reader = _FakeRows(self._parts.samples.training(0), self._live, self._fakes)
+        self._closing.callback(reader.close)
+        self.begin()
+        first, *others = self._settings
+        # The first update makes the state of the optimizer, and the second one shows what an update takes beside it.
+        for setting in (first, first, *others):
+            work = [MicroBatch(0, 0, number, setting.samples) for number in range(2)]
+            self._batches = MicroBatches(_constant(work), reader, setup.layout.device, setup.worker.enter)
+            self.begun = setting
+            with self._applied(setting):
+                step = _CountedStep(self._live, setup, self.model, self._batches, self.boundary, self._phases, 0)
+                yield step
+            self.passes[setting] = step.counted
+        raise LeaveGroup
+
+    @contextmanager
+    def _applied(self, setting: Setting) -> Iterator[None]:
+        """Let the model keep activations and compute as a setting says."""
+        engine = self.model.engine
+        undo = keep_activations(engine.module, setting.activations)
+        dtype = dtype_of(setting.compute)
+        autocast = Autocast(engine.module, self._setup.layout.device, dtype) if dtype else None
+        yield
+        if autocast:
+            autocast.remove()
+        undo()
+
+    def _begin_update(self, optimizer: object, args: object, kwargs: object) -> None:
+        self._live.begin()
+
+    def _end_update(self, optimizer: object, args: object, kwargs: object) -> None:
+        made = self._live.bytes - self._live.before
+        gradients = storage_bytes([parameter.grad for parameter in self.model.engine.trainable])
+        self.state = replace(
+            self.state,
+            gradient_bytes=gradients,
+            optimizer_bytes=self.state.optimizer_bytes + made,
+            update_bytes=self._live.peak - self._live.bytes,
+            update_moved_bytes=self._live.moved,
+        )
+
+
+def _constant(work: list[MicroBatch]) -> Callable[[int], list[MicroBatch]]:
+    return lambda _index: work
+
+
+class _NoBoundary(StepBoundary):
+    """Boundary of steps that have no values to commit."""
+
+    def reduce(
+        self, samples: int, measured: StepMeasurement, phases: StepPhases, norm: Tensor, overflows: Tensor
+    ) -> StepTotals:
+        """Return totals in which each value is one that a script can use."""
+        return StepTotals(float(samples), 0, {}, 0.0, 0, 1.0, False, 0.0, Wants(), {})
+
+    def committed(self, step: OptimizerStep, totals: StepTotals, lr: float, measured: dict[str, float]) -> None:
+        """Record nothing."""
+
+    def settle(self, owed_since: int | None) -> None:
+        """Keep no copies of the state."""
+
+
+class _CountedStep(Step):
+    """Step that counts the passes of its two micro-batches."""
+
+    def __init__(self, live: LiveStorages, *args: Any) -> None:
+        super().__init__(*args)
+        self._live = live
+        self._counted: list[PassCount] = []
+
+    @property
+    def counted(self) -> PassCount:
+        """What was counted."""
+        first, later = self._counted
+        return replace(first, later_bytes=later.later_bytes)
+
+    def batches(self) -> Iterator[Any]:
+        for batch in super().batches():
+            assert self.micro_batch is not None
+            self._samples, self._batch_bytes = self.micro_batch.samples, storage_bytes([*tensors_of(batch)])
+            self._live.begin_with_next()
+            yield batch
+
+    def backward(self, loss: Tensor, share: float | None = None) -> None:
+        live, before = self._live, self._live.before
+        saved, forward, live.peak = live.bytes - before, live.peak - before, live.bytes
+        super().backward(loss, share)
+        backward = live.peak - before
+        self._counted.append(
+            PassCount(
+                self._samples,
+                self._batch_bytes,
+                saved,
+                forward,
+                backward,
+                backward,
+                live.flops,
+                live.moved,
+                live.operations,
+            )
+        )
+
+
+class _FakeRows:
+    """Reader that returns arbitrary samples, with fake tensors in place of real ones.
+
+    Args:
+        reader: Reader of the samples.
+        live: Counter of the storages.
+        fakes: Mode of the fake tensors; None if tensors are real.
+    """
+
+    def __init__(self, reader: SampleReader, live: LiveStorages, fakes: FakeTensorMode | None):
+        self._reader, self._live, self._fakes = reader, live, fakes
+        self.close = reader.close
+
+    def open(self) -> None:
+        """Do nothing, because a few samples are read without reading ahead."""
+
+    def take(self, virtual_worker: int, count: int) -> Samples:
+        with _disable_current_modes():
+            samples = self._reader.any_rows(count)
+        return replace(samples, batch=with_tensors(samples.batch, self._counted))
+
+    def any_rows(self, count: int) -> Samples:
+        return self.take(0, count)
+
+    def _counted(self, tensor: Tensor) -> Tensor:
+        fake: Tensor = tensor if self._fakes is None else self._fakes.from_tensor(tensor)
+        self._live.add(fake)
+        return fake
