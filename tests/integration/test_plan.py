@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import yaml
 from jobs_kit import LANGUAGE_MODEL
 
 JOB = LANGUAGE_MODEL.with_suffix(".yaml")
@@ -37,10 +38,36 @@ def test_a_job_that_is_too_large_says_by_how_much_and_what_would_fit(text: str) 
     assert "on L4, " in done.stdout
 
 
+def test_the_choice_is_written_to_a_copy_with_its_comments(text: str, tmp_path: Path) -> None:
+    copy = tmp_path / "copy.yaml"
+    done = plan(
+        text,
+        "--gpu",
+        "L4",
+        "--workers",
+        "2",
+        "--target",
+        "hours=100",
+        "--apply",
+        str(copy),
+        "--json",
+        "config.model.layers=2",
+    )
+    assert done.returncode == 0, done.stderr
+    choice = json.loads(done.stdout)["choice"]
+    written = yaml.safe_load(copy.read_text())
+    assert written["workers"]["max"] == choice["workers"] == 2
+    assert written.get("precision", {}).get("compute", "fp32") == choice["compute"]
+    assert written["plan"].get("micro_batch", 8) == choice["samples"]
+    comments = [line for line in JOB.read_text().splitlines() if line.startswith("#")]
+    assert all(comment in copy.read_text() for comment in comments)
+
+
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
         (("--gpu", "L5"), "--gpu L5 is not known; give one of V100, T4,"),
+        (("--target", "years=3"), "years=3 is not one of hours=N, dollars=N, samples/s=N"),
         (("--workers", "0"), "0 is not a list of positive numbers, such as 1,2,4"),
         (("config.model.width=wide",), 'config.model.width is "wide": it should be a valid integer'),
     ],

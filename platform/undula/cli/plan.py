@@ -46,6 +46,12 @@ DEFAULT_GPUS = ("T4", "L4", "A10G", "L40S", "A100-40", "H100")
     metavar="FILE",
     help="TOML file with prices of machines, which override the built-in prices.  [default: the file at UNDULA_PRICES]",
 )
+@click.option(
+    "--target",
+    metavar="hours=N|dollars=N|samples/s=N",
+    help="Choose the cheapest configuration that is fast enough, or the fastest one within a price.  [default: the cheapest one]",
+)
+@click.option("--apply", "copy", type=FILE, metavar="FILE", help="Write a copy of JOB.yaml with the choice to FILE.")
 @json_option
 def plan(
     job: Path,
@@ -58,6 +64,8 @@ def plan(
     latency_ms: float,
     interruptions: float,
     prices: Path | None,
+    target: str | None,
+    copy: Path | None,
     as_json: bool,
 ) -> None:
     """Count the memory and the computation of a job on this machine, without a GPU, and show what it needs on kinds of GPUs.
@@ -69,11 +77,15 @@ def plan(
     Examples:
       undula plan jobs/language_model.yaml
       undula plan jobs/language_model.yaml --gpu L4 --gpu A10G --workers 1,2,4
+      undula plan jobs/language_model.yaml --gpu L4 --target dollars=200 --apply cheap.yaml
     """
     from undula.cluster.prices import load_prices
     from undula.config.job import load_spec
-    from undula.driver.plan_job import plan_job
+    from undula.driver.plan_job import applied, plan_job, target_of
+    from undula.driver.plan_table import print_plan
+    from undula.errors import SpecError
 
+    wanted = target_of(target) if target else None
     loaded = load_spec(job, overrides)
     planned = plan_job(
         job,
@@ -87,12 +99,20 @@ def plan(
         script,
         project,
     )
+    choice = planned.choice(wanted)
     if as_json:
-        print_json({"state": asdict(planned.counted.state), "candidates": [_tree(each) for each in planned.candidates]})
-        return
-    from undula.driver.plan_table import print_plan
-
-    print_plan(planned.candidates, planned.own, planned.counted.is_fake)
+        tree = {"state": asdict(planned.counted.state), "candidates": [_tree(each) for each in planned.candidates]}
+        print_json({**tree, "choice": None if choice is None else _tree(choice)})
+    else:
+        print_plan(planned.candidates, planned.own, planned.counted.is_fake, choice)
+        if choice is None and target:
+            click.echo(f"No configuration that fits meets --target {target}.")
+    if copy is not None:
+        if choice is None:
+            raise SpecError(
+                "command line: --apply has nothing to write, because no configuration fits and meets --target"
+            )
+        copy.write_text(applied(job, choice, planned, loaded.spec), encoding="utf-8")
 
 
 def _numbers(text: str) -> list[int]:

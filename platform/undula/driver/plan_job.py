@@ -1,14 +1,18 @@
 """Plan of a job before GPUs are rented: what its script counts, put together with kinds of GPUs, numbers of workers and prices."""
 
+import math
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any, cast, get_args
 
 from undula.config.job import JobSpec, LoadedSpec, absolute_paths, script_of
+from undula.config.yaml_edit import with_values
 from undula.driver.count_job import JobCount, counted_by_script
 from undula.errors import SpecError
 from undula.parallel.spec import ActivationsSpec
-from undula.plan.candidates import Candidate, Kind, Offer, Workload, candidates
+from undula.plan.candidates import Candidate, Kind, Offer, Target, TargetKind, Workload, candidates, chosen
 from undula.plan.fleet import ON_DEMAND, SPOT
 from undula.plan.gpus import GPUS, Gpu
 from undula.plan.memory import extrapolated
@@ -31,6 +35,24 @@ class Planned:
     """Setting of the job's YAML."""
     counted: JobCount
     candidates: tuple[Candidate[Setting], ...]
+
+    def choice(self, target: Target | None) -> Candidate[Setting] | None:
+        """Return the configuration that meets a target best; None if none does."""
+        return chosen(self.candidates, target)
+
+
+def target_of(text: str) -> Target:
+    """Return the target that a user has written.
+
+    Raises:
+        SpecError: It is none.
+    """
+    kind, _, limit = text.partition("=")
+    known = get_args(TargetKind)
+    with suppress(ValueError):
+        if kind in known and 0 < float(limit) < math.inf:
+            return Target(cast(TargetKind, kind), float(limit))
+    raise SpecError(f"command line: --target {text} is not one of {', '.join(f'{each}=N' for each in known)}")
 
 
 def plan_job(
@@ -76,6 +98,27 @@ def plan_job(
     most = spec.plan.virtual_workers
     found = candidates(workload, offers, [count for count in workers if count <= most], Link(*link), changes_per_hour)
     return Planned(own, counted, tuple(each for each in found if _is_sensible(each)))
+
+
+def keys_of(candidate: Candidate[Setting], own: Setting) -> dict[str, Any]:
+    """Return the keys of the YAML by which a job gets a configuration, without those that it has already."""
+    setting = candidate.setting
+    values: dict[str, Any] = {"precision.compute": setting.compute, "activations.keep": setting.activations.keep}
+    if setting.activations.offload != own.activations.offload:
+        values["activations.offload"] = setting.activations.offload
+    had = {"precision.compute": own.compute, "activations.keep": own.activations.keep}
+    changed = {key: value for key, value in values.items() if had.get(key) != value}
+    if setting.samples != own.samples:
+        changed["plan.micro_batch"] = setting.samples
+    return changed
+
+
+def applied(job: Path, candidate: Candidate[Setting], planned: Planned, spec: JobSpec) -> str:
+    """Return the text of a job's YAML with a configuration. Its comments stay."""
+    values = {**keys_of(candidate, planned.own), "workers.max": candidate.workers}
+    if spec.workers.min > candidate.workers:
+        values["workers.min"] = candidate.workers
+    return with_values(job.read_text(encoding="utf-8"), values)
 
 
 def setting_of(spec: JobSpec) -> Setting:

@@ -7,14 +7,15 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from undula.driver.plan_job import keys_of
 from undula.plan.candidates import Candidate, cheapest, fastest
 from undula.plan.gpus import GIB
 from undula.train.dry_run.counting import Setting
 
 COLUMNS = ("", "GPU", "W", "setting", "GiB", "step", "per s", "time", "cost", "spot")
 LEGEND = (
-    "Y the YAML's setting, C the cheapest, F the fastest; W workers; setting: number format, activations.keep and micro-batch; GiB needed "
-    "and there; samples per second; time and cost of the whole run, on demand and on spot nodes"
+    "Y the YAML's setting, C the cheapest, F the fastest, * the choice; W workers; setting: number format, activations.keep and "
+    "micro-batch; GiB needed and there; samples per second; time and cost of the whole run, on demand and on spot nodes"
 )
 
 
@@ -22,21 +23,24 @@ Found = Sequence[Candidate[Setting]]
 """Configurations of a job."""
 
 
-def print_plan(found: Found, own: Setting, is_fake: bool, console: Console | None = None) -> None:
+def print_plan(
+    found: Found, own: Setting, is_fake: bool, choice: Candidate[Setting] | None, console: Console | None = None
+) -> None:
     """Print for each kind of GPU and number of workers the fastest configuration that fits, and that of the job's YAML.
 
     Args:
         found: All configurations.
         own: Setting of the YAML.
         is_fake: Whether they were counted without values.
+        choice: Configuration that meets the user's target; None if none does.
         console: Console of the output.
     """
     console = console or Console()
-    marks = _marks(found, own)
+    marks = _marks(found, own, choice)
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
     for name in COLUMNS:
         table.add_column(name, justify="left" if name in ("", "GPU", "setting") else "right", no_wrap=True)
-    for candidate in _shown(found, own):
+    for candidate in _shown(found, own, choice):
         style = "" if candidate.fits else "dim"
         table.add_row(*(Text(cell, style) for cell in (marks.get(id(candidate), ""), *_cells(candidate))))
     console.print(table)
@@ -58,7 +62,7 @@ def sentences(found: Found, own: Setting, is_fake: bool) -> Iterator[str]:
         text = f"The job as it is needs {_gib(least.needed_bytes)} on {name}, {_gib(short)} more than there are"
         if nearest:
             best = min(nearest, key=lambda each: each.hours * each.workers)
-            text += f"; with {_difference(best.setting, own)} it needs {_gib(best.needed_bytes)}"
+            text += f"; with {_difference(best, own)} it needs {_gib(best.needed_bytes)}"
         yield f"{text}."
     if not is_fake:
         yield (
@@ -67,20 +71,23 @@ def sentences(found: Found, own: Setting, is_fake: bool) -> Iterator[str]:
         )
 
 
-def _marks(found: Found, own: Setting) -> dict[int, str]:
+def _marks(found: Found, own: Setting, choice: Candidate[Setting] | None) -> dict[int, str]:
     """Return the letters that mark configurations, by their identity."""
     cheap, fast = cheapest(found), fastest(found)
-    return {id(each): "Y" * (each.setting == own) + "C" * (each is cheap) + "F" * (each is fast) for each in found}
+    return {
+        id(each): "Y" * (each.setting == own) + "C" * (each is cheap) + "F" * (each is fast) + "*" * (each is choice)
+        for each in found
+    }
 
 
-def _shown(found: Found, own: Setting) -> list[Candidate[Setting]]:
+def _shown(found: Found, own: Setting, choice: Candidate[Setting] | None) -> list[Candidate[Setting]]:
     """Return the configurations that are shown, in the order of the table."""
     best: dict[tuple[str, int], Candidate[Setting]] = {}
     for each in found:
         key = (each.offer.gpu.title, each.workers)
         if each.fits and (key not in best or each.hours < best[key].hours):
             best[key] = each
-    wanted = [*best.values(), cheapest(found), fastest(found)]
+    wanted = [*best.values(), cheapest(found), fastest(found), choice]
     shown = {id(each) for each in wanted if each is not None}
     return [each for each in found if id(each) in shown or each.setting == own]
 
@@ -108,16 +115,10 @@ def _cells(candidate: Candidate[Setting]) -> tuple[str, ...]:
     )
 
 
-def _difference(setting: Setting, own: Setting) -> str:
+def _difference(candidate: Candidate[Setting], own: Setting) -> str:
     """Return the settings that differ from the job's, as the job's YAML writes them."""
-    changed = []
-    if setting.compute != own.compute:
-        changed.append(f"precision.compute={setting.compute}")
-    if setting.activations.keep != own.activations.keep:
-        changed.append(f"activations.keep={setting.activations.keep}")
-    if setting.samples != own.samples:
-        changed.append(f"plan.micro_batch={setting.samples}")
-    return " ".join(changed) or "fewer virtual workers on each worker"
+    changed = [f"{key}={value}" for key, value in keys_of(candidate, own).items()]
+    return " ".join(changed) or f"{candidate.workers} workers"
 
 
 def _gib(size: float) -> str:

@@ -2,7 +2,8 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from math import inf
+from typing import Any, Generic, Literal, TypeVar, assert_never
 
 from undula.plan.gpus import CONTEXT_BYTES, MARGIN, Gpu
 from undula.plan.memory import Division, Parts, PassCount, StateCount, moments, peak
@@ -19,6 +20,7 @@ LAUNCH_S = 8e-6
 OUTAGE_S = 20.0
 """Seconds for which training stands still when the number of workers changes."""
 Setting = TypeVar("Setting")
+TargetKind = Literal["hours", "dollars", "samples/s"]
 
 
 def rates_of(gpu: Gpu, compute: str) -> DeviceRates:
@@ -193,6 +195,32 @@ def fastest(found: Sequence[Candidate[Setting]]) -> Candidate[Setting] | None:
         key=lambda each: (round(each.hours, 6), min(_prices(each), default=0.0)),
         default=None,
     )
+
+
+@dataclass(frozen=True)
+class Target:
+    """What a run must achieve."""
+
+    kind: TargetKind
+    limit: float
+    """Most hours or dollars, or fewest samples per second."""
+
+    def is_met(self, candidate: Candidate[Any]) -> bool:
+        match self.kind:
+            case "hours":
+                return candidate.hours <= self.limit
+            case "dollars":
+                return min(_prices(candidate), default=inf) <= self.limit
+            case "samples/s":
+                return candidate.samples_per_s >= self.limit
+            case _:
+                assert_never(self.kind)
+
+
+def chosen(found: Sequence[Candidate[Setting]], target: Target | None) -> Candidate[Setting] | None:
+    """Return the fastest configuration within a price, or else the cheapest one that meets the target; None if none does."""
+    meeting = [each for each in found if target is None or target.is_met(each)]
+    return fastest(meeting) if target and target.kind == "dollars" else cheapest(meeting)
 
 
 def _prices(candidate: Candidate[Setting]) -> list[float]:

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 from test_memory import PASSES, STATE
 
-from undula.plan.candidates import Candidate, Kind, Offer, Workload, candidates, cheapest, fastest
+from undula.plan.candidates import Candidate, Kind, Offer, Target, Workload, candidates, cheapest, chosen, fastest
 from undula.plan.gpus import GPUS
 from undula.plan.memory import Division
 from undula.plan.plan import PlanSpec
@@ -65,9 +65,9 @@ def test_a_stream_that_is_slower_than_the_worker_is_waited_for() -> None:
 def test_what_does_not_fit_is_neither_cheapest_nor_fastest() -> None:
     every = found()
     assert {each.setting: each.fits for each in every} == {"all": False, "none": True}
-    for chosen in (cheapest(every), fastest(every)):
-        assert chosen is not None
-        assert chosen.setting == "none"
+    for best in (cheapest(every), fastest(every)):
+        assert best is not None
+        assert best.setting == "none"
     assert cheapest([each for each in every if not each.fits]) is None
 
 
@@ -85,6 +85,21 @@ def test_spot_workers_cost_less_and_take_longer() -> None:
     assert interrupted.spot_hours > interrupted.hours
     assert interrupted.dollars == pytest.approx(4 * interrupted.hours)
     assert interrupted.spot_dollars == pytest.approx(0.5 * 4 * interrupted.spot_hours)
+
+
+def test_a_target_chooses_the_cheapest_that_is_fast_enough_or_the_fastest_within_a_price() -> None:
+    every = found()
+    one, two, four = (each for each in every if each.setting == "none")
+    assert chosen(every, None) is cheapest(every)
+    assert chosen(every, Target("hours", two.hours)) in (two, four)
+    assert chosen(every, Target("samples/s", four.samples_per_s)) is four
+    assert chosen(every, Target("dollars", 1e9)) is fastest(every)
+    assert chosen(every, Target("dollars", 1e-9)) is None
+    assert one.spot_dollars is not None
+    within = chosen(every, Target("dollars", one.spot_dollars))
+    assert within is not None
+    assert within.spot_dollars is not None
+    assert within.spot_dollars <= one.spot_dollars
 
 
 def test_recomputed_operations_do_not_count_as_use_of_the_gpu() -> None:
