@@ -113,4 +113,5 @@ def test_a_failure_of_the_storage_loses_and_repeats_no_step(store: Store, is_sto
     assert [step for step, _ in on_tensorboard(store)] == list(range(1, 101))
     problems = [problem for _, problem, _ in followed.reports]
     # After a failure that was carried out, the files have all steps so far, so that a later failure is an outage of its own.
-    assert problems == ["StorageError", "NoneType"] * (len(problems) // 2)
+    # The last one may be noticed only at the end, which then needs no report: all steps have arrived.
+    assert problems == (["StorageError", "NoneType"] * len(problems))[: len(problems)]

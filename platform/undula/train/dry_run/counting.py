@@ -145,7 +145,7 @@ class _CountedEngine(Engine):
         self, samples: int, *, max_norm: float | None = None, loss_scale: float | None = None
     ) -> tuple[Tensor, Tensor]:
         """Leave the gradients as they are: a norm takes little memory, and its rounding depends on values."""
-        return torch.ones(()), torch.zeros(())
+        return torch.ones((), device="cpu"), torch.zeros((), device="cpu")
 
 
 def _make_fake(module: nn.Module, fakes: FakeTensorMode) -> None:
