@@ -38,6 +38,26 @@ def test_a_job_that_is_too_large_says_by_how_much_and_what_would_fit(text: str) 
     assert "on L4, " in done.stdout
 
 
+def test_the_setting_of_the_yaml_is_shown_on_each_gpu(text: str) -> None:
+    """Also fp16, where a GPU computes in bf16 as fast."""
+    done = plan(
+        text,
+        "--gpu",
+        "L4",
+        "--gpu",
+        "T4",
+        "--workers",
+        "1",
+        "--json",
+        "precision.compute=fp16",
+        "config.model.layers=1",
+    )
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)["candidates"]
+    own = [each["gpu"] for each in found if (each["compute"], each["samples"]) == ("fp16", 8)]
+    assert {"L4", "T4"} <= set(own)
+
+
 def test_the_choice_is_written_to_a_copy_with_its_comments(text: str, tmp_path: Path) -> None:
     copy = tmp_path / "copy.yaml"
     done = plan(
@@ -57,6 +77,8 @@ def test_the_choice_is_written_to_a_copy_with_its_comments(text: str, tmp_path: 
     choice = json.loads(done.stdout)["choice"]
     written = yaml.safe_load(copy.read_text())
     assert written["workers"]["max"] == choice["workers"] == 2
+    assert written["config"]["model"]["layers"] == 2, "an override of the command is part of the copy"
+    assert "undula run" in done.stderr
     assert written.get("precision", {}).get("compute", "fp32") == choice["compute"]
     assert written["plan"].get("micro_batch", 8) == choice["samples"]
     comments = [line for line in JOB.read_text().splitlines() if line.startswith("#")]
@@ -68,6 +90,12 @@ def test_the_choice_is_written_to_a_copy_with_its_comments(text: str, tmp_path: 
     [
         (("--gpu", "L5"), "--gpu L5 is not known; give one of V100, T4,"),
         (("--target", "years=3"), "years=3 is not one of hours=N, dollars=N, samples/s=N"),
+        (("--workers", "8"), "--workers has no number up to plan.virtual_workers, which is 4"),
+        (
+            ("engine=horovod",),
+            "engine=horovod is not part of what `undula plan` counts; override it, such as engine=torch",
+        ),
+        (("plan.batch=elastic",), "plan.batch=elastic is not part of what `undula plan` counts"),
         (("--workers", "0"), "0 is not a list of positive numbers, such as 1,2,4"),
         (("config.model.width=wide",), 'config.model.width is "wide": it should be a valid integer'),
     ],

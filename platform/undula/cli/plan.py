@@ -84,6 +84,7 @@ def plan(
     from undula.driver.plan_job import applied, plan_job, target_of
     from undula.driver.plan_table import print_plan
     from undula.errors import SpecError
+    from undula.storage import write_file
 
     wanted = target_of(target) if target else None
     loaded = load_spec(job, overrides)
@@ -112,7 +113,8 @@ def plan(
             raise SpecError(
                 "command line: --apply has nothing to write, because no configuration fits and meets --target"
             )
-        copy.write_text(applied(job, choice, planned, loaded.spec), encoding="utf-8")
+        write_file(str(copy), applied(job, overrides, choice, planned, loaded.spec).encode())
+        click.echo(f"undula run {copy} --script {script or job.with_suffix('.py')}", err=as_json)
 
 
 def _numbers(text: str) -> list[int]:

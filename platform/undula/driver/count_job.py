@@ -33,8 +33,6 @@ class JobCount:
     passes: Mapping[Setting, PassCount]
     is_fake: bool
     """Whether the steps had no values. Otherwise they were real ones of a few samples on the CPU, from which larger ones follow."""
-    samples: int
-    """Number of samples of all steps of the plan."""
     steps: int
     """Number of steps of the plan."""
 
@@ -57,7 +55,6 @@ def print_count(loaded: LoadedSpec, train: Callable[[Run], None], asked: str) ->
         "state": asdict(counted.state),
         "passes": [[asdict(setting), asdict(passes)] for setting, passes in counted.passes.items()],
         "is_fake": counted.is_fake,
-        "samples": examined.plan.total_samples,
         "steps": examined.plan.total_steps,
     }
     print(f"{MARK}{json.dumps(result)}", flush=True)
@@ -89,7 +86,6 @@ def counted_by_script(
         StateCount(**result["state"]),
         {_setting(setting): PassCount(**passes) for setting, passes in result["passes"]},
         result["is_fake"],
-        result["samples"],
         result["steps"],
     )
 

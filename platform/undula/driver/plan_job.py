@@ -7,6 +7,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast, get_args
 
+import yaml
+
 from undula.config.job import JobSpec, LoadedSpec, absolute_paths, script_of
 from undula.config.yaml_edit import with_values
 from undula.driver.count_job import JobCount, counted_by_script
@@ -21,6 +23,13 @@ from undula.plan.prices import Machine, Prices
 from undula.plan.scaling import Link
 from undula.train.dry_run.counting import Setting
 
+_OTHERWISE = {
+    "engine=horovod": "engine=torch",
+    "gradient.reduce=adasum": "gradient.reduce=average",
+    "plan.batch=elastic": "plan.batch=fixed",
+    "compile=true": "compile=false",
+}
+"""Overrides without the settings that are not modelled."""
 KEEPS = ("all", "selective", "sqrt", "none")
 """Policies for activations that are compared."""
 MOST_SIZES = 5
@@ -85,6 +94,12 @@ def plan_job(
         SpecError: The job is invalid, or its script cannot be run on this machine.
     """
     spec = loaded.spec
+    _refuse_uncounted(spec)
+    most = spec.plan.virtual_workers
+    if not (sensible := [count for count in workers if count <= most]):
+        raise SpecError(
+            f"command line: --workers has no number up to plan.virtual_workers, which is {most}; more workers have nothing to do"
+        )
     own = setting_of(spec)
     sizes = _sizes(spec, own.samples)
     given = [*overrides, *absolute_paths(spec)]
@@ -93,11 +108,29 @@ def plan_job(
     counted = counted_by_script(script_of(job, script), job, given, asked, project)
     kinds = _kinds(counted, spec, sizes)
     wire = 1.0 if spec.gradient.compression == "none" else 0.5
-    workload = Workload(counted.state, kinds, spec.plan, counted.samples, counted.steps, wire)
+    workload = Workload(counted.state, kinds, spec.plan, counted.steps, wire)
     offers = [_offer(_gpu(name), prices) for name in gpus]
-    most = spec.plan.virtual_workers
-    found = candidates(workload, offers, [count for count in workers if count <= most], Link(*link), changes_per_hour)
-    return Planned(own, counted, tuple(each for each in found if _is_sensible(each)))
+    found = candidates(workload, offers, sensible, Link(*link), changes_per_hour)
+    return Planned(own, counted, tuple(each for each in found if each.setting == own or _is_sensible(each)))
+
+
+def _refuse_uncounted(spec: JobSpec) -> None:
+    """Refuse jobs whose steps hold other memory, or take other time, than what is modelled.
+
+    Raises:
+        SpecError: The job has such a setting.
+    """
+    settings = {
+        "engine=horovod": spec.engine == "horovod",
+        "gradient.reduce=adasum": spec.gradient.reduce == "adasum",
+        "plan.batch=elastic": spec.plan.batch == "elastic",
+        "compile=true": spec.compile,
+    }
+    for setting, is_set in settings.items():
+        if is_set:
+            raise SpecError(
+                f"{setting} is not part of what `undula plan` counts; override it, such as {_OTHERWISE[setting]}, to see the job without it"
+            )
 
 
 def keys_of(candidate: Candidate[Setting], own: Setting) -> dict[str, Any]:
@@ -113,9 +146,10 @@ def keys_of(candidate: Candidate[Setting], own: Setting) -> dict[str, Any]:
     return changed
 
 
-def applied(job: Path, candidate: Candidate[Setting], planned: Planned, spec: JobSpec) -> str:
-    """Return the text of a job's YAML with a configuration. Its comments stay."""
-    values = {**keys_of(candidate, planned.own), "workers.max": candidate.workers}
+def applied(job: Path, overrides: Sequence[str], candidate: Candidate[Setting], planned: Planned, spec: JobSpec) -> str:
+    """Return the text of a job's YAML with the overrides of the command and a configuration. Its comments stay."""
+    given = {key: yaml.safe_load(value) for key, _, value in (each.partition("=") for each in overrides)}
+    values = {**given, **keys_of(candidate, planned.own), "workers.max": candidate.workers}
     if spec.workers.min > candidate.workers:
         values["workers.min"] = candidate.workers
     return with_values(job.read_text(encoding="utf-8"), values)

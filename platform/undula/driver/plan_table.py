@@ -66,8 +66,8 @@ def sentences(found: Found, own: Setting, is_fake: bool) -> Iterator[str]:
         yield f"{text}."
     if not is_fake:
         yield (
-            "The script reads values of tensors, so a few samples ran through the model on this machine, and larger micro-batches are "
-            "extrapolated."
+            "The script needs values of tensors, or has a layer whose fake results lack a size, so a few samples ran through the model on "
+            "this machine, and larger micro-batches are extrapolated."
         )
 
 

@@ -102,8 +102,6 @@ class Workload(Generic[Setting]):
     state: StateCount
     kinds: Sequence[Kind[Setting]]
     plan: PlanSpec
-    samples: int
-    """Number of samples of the whole run."""
     steps: int
     wire: float = 1.0
     """Bytes of a number in the sums of gradients, relative to those in a gradient."""
@@ -132,10 +130,9 @@ def candidates(
         changes_per_hour: Number of times in an hour that a spot worker is taken.
         rates: Function that returns the rates of a GPU in a number format.
     """
-    least = {kind.compute: kind.passes.flops / kind.passes.samples for kind in reversed(workload.kinds)}
+    least: dict[str, float] = {}
     for each in workload.kinds:
-        per_sample = each.passes.flops / each.passes.samples
-        least[each.compute] = min(least[each.compute], per_sample)
+        least[each.compute] = min(least.get(each.compute, inf), each.passes.flops / each.passes.samples)
     for offer in offers:
         for kind in workload.kinds:
             for count in workers:
@@ -152,11 +149,8 @@ def _candidate(
     rates: Callable[[Gpu, str], DeviceRates],
     flops_of_sample: float,
 ) -> Candidate[Setting]:
-    passes, division, device = (
-        kind.passes,
-        workload.division(kind.passes.samples, workers),
-        rates(offer.gpu, kind.compute),
-    )
+    passes, device = kind.passes, rates(offer.gpu, kind.compute)
+    division = workload.division(passes.samples, workers)
     memory = peak(moments(workload.state, passes, division, context=CONTEXT_BYTES))
     step = step_seconds(workload.state, passes, division, device, link)
     batch = workload.plan.global_batch

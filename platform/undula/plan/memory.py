@@ -99,10 +99,6 @@ class Parts:
     def total(self) -> float:
         return math.fsum(asdict(self).values())
 
-    @classmethod
-    def names(cls) -> list[str]:
-        return [field.name for field in fields(cls)]
-
 
 @dataclass(frozen=True)
 class HeldGradients:
@@ -127,9 +123,12 @@ class Division:
 
 
 @lru_cache(maxsize=1024)
-def held_gradients(virtual_workers: int, world_size: int, rank: int) -> HeldGradients:
-    """Return the gradients that a rank holds beside that of the virtual worker that computes."""
-    if virtual_workers == 1:
+def held_gradients(virtual_workers: int, world_size: int, rank: int, is_rounded: bool = False) -> HeldGradients:
+    """Return the gradients that a rank holds beside that of the virtual worker that computes.
+
+    A single virtual worker has nothing to add up, but if sums are rounded, its gradient is rounded as well.
+    """
+    if virtual_workers == 1 and not is_rounded:
         return HeldGradients(0.0, (0,))
     ranges = assign(virtual_workers, world_size)
     counts = [len(roots(virtual_workers, each.start, each.stop)) for each in ranges]
@@ -173,7 +172,7 @@ def peak(moments: Mapping[str, Parts]) -> Parts:
 
 def _moments_of(rank: int, state: StateCount, passes: PassCount, division: Division) -> Iterator[tuple[str, Parts]]:
     """Yield the moments of a rank's step with their memory, without that of the batch."""
-    held = held_gradients(division.virtual_workers, division.world_size, rank)
+    held = held_gradients(division.virtual_workers, division.world_size, rank, division.wire < 1)
     states = Parts(state.parameter_bytes, state.buffer_bytes, state.other_bytes, state.optimizer_bytes)
 
     def at(sums: float, leaves: int, activations: float, peak: float) -> Parts:

@@ -3,12 +3,10 @@
 from dataclasses import dataclass
 from math import ceil
 
-from undula.plan.memory import Division, PassCount, StateCount
+from undula.plan.memory import BUCKET_BYTES, Division, PassCount, StateCount
 from undula.plan.scaling import Link
 from undula.plan.tree import assign
 
-BUCKET_BYTES = 25 * 2**20
-"""Maximum size of a bucket of gradients, the last of which is sent only after the backward pass."""
 BACKWARD_SHARE = 2 / 3
 """Share of the backward pass in both passes, which has two products for each one of the forward pass."""
 
@@ -71,7 +69,7 @@ def step_seconds(
     each = passes_s(passes, rates)
     wire = state.gradient_bytes * division.wire
     exchange = link.exchange_s(wire, virtual_workers, ranks)
-    # All buckets but the last one travel while the last backward pass computes.
+    # All buckets but the last one, which is sent only after the backward pass, travel while the last backward pass computes.
     hidden = each * BACKWARD_SHARE * (1 - 1 / max(ceil(wire / BUCKET_BYTES), 1))
     update = state.update_moved_bytes / rates.bytes_per_s
     read = longest * passes.samples / samples_per_s

@@ -25,7 +25,6 @@ WORKLOAD = Workload(
     STATE,
     [Kind("all", "bf16", LARGE), Kind("none", "bf16", SMALL)],
     PlanSpec(global_batch=16, virtual_workers=4),
-    samples=1600,
     steps=100,
 )
 

@@ -64,6 +64,11 @@ def test_a_rank_alone_holds_as_many_gradients_as_the_tree_is_deep(virtual_worker
     assert max(held.kept + waiting + 1 for waiting in held.open) == most
 
 
+def test_a_single_virtual_worker_keeps_a_sum_only_to_round_it() -> None:
+    assert held_gradients(1, 1, 0).kept == 0
+    assert held_gradients(1, 1, 0, is_rounded=True).kept == 1
+
+
 @given(st.integers(1, 32), st.integers(1, 32), st.data())
 def test_more_ranks_never_wait_with_more_sums(virtual_workers: int, ranks: int, data: st.DataObject) -> None:
     ranks = min(ranks, virtual_workers)

@@ -116,6 +116,16 @@ def test_the_state_of_an_optimizer_is_known_in_advance(tmp_path: Path, name: str
     assert counted.optimizer_bytes == pytest.approx(held, rel=0.01, abs=16)
 
 
+def test_a_model_that_the_script_made_before_is_as_it_was(tmp_path: Path) -> None:
+    train = MODELS["a perceptron"]
+    model = train.make_model()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    count(replace(train, make_model=lambda: model), job_of(train, tmp_path), [Setting("fp32", ActivationsSpec(), 16)])
+    after = model.state_dict()
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    assert all(type(parameter) is torch.nn.Parameter for parameter in model.parameters())
+
+
 def test_a_mistake_of_the_script_is_its_own_error(tmp_path: Path) -> None:
     train = MODELS["a perceptron"]
     broken = replace(train, loss=lambda model, batch: model(batch[0]).no_such_method())

@@ -8,12 +8,11 @@ import torch
 from torch import Tensor, nn
 
 from undula.errors import UsageError
+from undula.plan.memory import BUCKET_BYTES
 from undula.plan.tree import Fold, Node
 
 FIRST_BUCKET_BYTES = 2**20
 """Maximum size of the first bucket in bytes. It is small so that communication starts early."""
-BUCKET_BYTES = 25 * 2**20
-"""Maximum size of all other buckets in bytes."""
 ALIGNMENT = 64
 """Bytes at whose multiples views and slices begin. Kernels may add unaligned numbers in another order."""
 
@@ -176,7 +175,7 @@ def _as_real(tensor: Tensor) -> Tensor:
 def divide(parameters: Sequence[nn.Parameter]) -> list[list[nn.Parameter]]:
     """Divide parameters among buckets in reverse order, in which they get their gradients.
 
-    A bucket of several parameters has at most BUCKET_BYTES.
+    A bucket of several parameters has at most BUCKET_BYTES, and the first one at most FIRST_BUCKET_BYTES.
     """
     divided: list[list[nn.Parameter]] = []
     open_buckets: dict[tuple[torch.dtype, torch.device], tuple[list[nn.Parameter], int]] = {}

@@ -23,6 +23,7 @@ from undula.plan.memory import PassCount, StateCount
 from undula.plan.plan import MicroBatch, OptimizerStep
 from undula.plan.precision import FP32, Compute
 from undula.recovery.worker_state import LeaveGroup, WorkerState
+from undula.state.pieces import is_sharded
 from undula.train.boundary import StepBoundary
 from undula.train.dry_run.rehearsal import LocalSession, RehearsalLoop
 from undula.train.dry_run.storages import LiveStorages, storage_bytes
@@ -117,8 +118,10 @@ class CountingSession(LocalSession):
 
     def place(self, module: nn.Module) -> PlacedModel:
         """Place the module without the settings of activations and precision, which each step has of its own."""
+        if is_sharded(module):
+            raise UsageError("a model that fully_shard has sharded is not counted; count it without fully_shard")
         if self._fakes is not None:
-            _make_fake(module, self._fakes)
+            self._stack.callback(_put_back, _make_fake(module, self._fakes))
         tensors = [*module.parameters(), *module.buffers()]
         for tensor in tensors:
             self._live.add(tensor)
@@ -148,14 +151,26 @@ class _CountedEngine(Engine):
         return torch.ones((), device="cpu"), torch.zeros((), device="cpu")
 
 
-def _make_fake(module: nn.Module, fakes: FakeTensorMode) -> None:
-    """Replace the real parameters and buffers of a module, which it got before its session began, by fake ones."""
+Places = list[tuple[nn.Module, str, Tensor]]
+"""Tensors of layers, each with its layer and its name."""
+
+
+def _make_fake(module: nn.Module, fakes: FakeTensorMode) -> Places:
+    """Replace the real parameters and buffers of a module, which it got before its session began, by fake ones. Return the real ones."""
     known: dict[int, Any] = {}
+    replaced: Places = []
     for layer in module.modules():
         own = [*layer.named_parameters(recurse=False, remove_duplicate=False)]
         for name, tensor in [*own, *layer.named_buffers(recurse=False, remove_duplicate=False)]:
             if not isinstance(tensor, FakeTensor):
+                replaced.append((layer, name, tensor))
                 setattr(layer, name, known.setdefault(id(tensor), fakes.from_tensor(tensor)))
+    return replaced
+
+
+def _put_back(replaced: Places) -> None:
+    for layer, name, tensor in replaced:
+        setattr(layer, name, tensor)
 
 
 class CountingLoop(RehearsalLoop):
@@ -233,10 +248,12 @@ class CountingLoop(RehearsalLoop):
         undo = keep_activations(engine.module, setting.activations)
         dtype = dtype_of(setting.compute)
         autocast = Autocast(engine.module, self._setup.layout.device, dtype) if dtype else None
-        yield
-        if autocast:
-            autocast.remove()
-        undo()
+        try:
+            yield
+        finally:
+            if autocast:
+                autocast.remove()
+            undo()
 
     def _begin_update(self, optimizer: object, args: object, kwargs: object) -> None:
         self._live.begin()

@@ -21,8 +21,8 @@ class UnknownSizeError(RuntimeError):
 class LiveStorages(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts the bytes of the storages that operations in the block have made and that are alive.
 
-    Fake tensors have no values. Where a script reads a floating-point number, for example to print a loss, it gets 1.0, which decides
-    neither shapes nor indices. Where it reads another value, torch raises an error.
+    Fake tensors have no values. Where a script reads a floating-point number, for example to print a loss, it gets 1.0, because
+    such a number seldom decides a shape. Where it reads another value, torch raises an error.
 
     Attributes:
         bytes: Bytes that are alive now.
