@@ -87,7 +87,7 @@ def _main_on_cluster(
         if options.count:
             from undula.driver.count_job import print_count
 
-            print_count(loaded, train, options.count)
+            print_count(loaded, train)
             return
         train_job(loaded, train, on_cluster(loaded, options.trainer), options.fresh, trackers)
 
@@ -120,7 +120,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--print", action="store_true", help="print the resolved job with the origin of each value, and exit"
     )
-    parser.add_argument("--count", metavar="SETTINGS", help=argparse.SUPPRESS)  # for `undula plan`
+    parser.add_argument("--count", action="store_true", help=argparse.SUPPRESS)  # for `undula plan`
     text = "trainer that runs the loop; `ray` is Ray Train's own, for comparison (default: undula)"
     parser.add_argument("--trainer", choices=["undula", "ray"], default="undula", help=text)
     parser.add_argument(

@@ -113,7 +113,7 @@ def plan(
             raise SpecError(
                 "command line: --apply has nothing to write, because no configuration fits and meets --target"
             )
-        write_file(str(copy), applied(job, overrides, choice, planned, loaded.spec).encode())
+        write_file(str(copy), applied(job, overrides, choice, planned).encode())
         click.echo(f"undula run {copy} --script {script or job.with_suffix('.py')}", err=as_json)
 
 

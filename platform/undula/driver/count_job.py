@@ -1,26 +1,36 @@
 """Count of a job's memory and computation by its script, and the request for it by a command that does not run scripts itself."""
 
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from undula.config.environment import OVERRIDES, without_secrets
-from undula.config.job import LoadedSpec
+from pydantic import TypeAdapter
+
+from undula.config.job import JobSpec, LoadedSpec
 from undula.driver.preflight import check_job, examine
-from undula.driver.project import importable, project_modules
+from undula.driver.print_job import failure_of, run_for_output
 from undula.driver.record import job_of
 from undula.errors import SpecError
 from undula.parallel.spec import ActivationsSpec
 from undula.plan.memory import PassCount, StateCount
+from undula.plan.precision import Compute
 from undula.train.dry_run.count import count
 from undula.train.dry_run.counting import Setting
 from undula.train.run import Run
 
+_OTHERWISE = {
+    "engine=horovod": "engine=torch",
+    "gradient.reduce=adasum": "gradient.reduce=average",
+    "plan.batch=elastic": "plan.batch=fixed",
+    "compile=true": "compile=false",
+}
+"""Overrides without the settings that are not modelled."""
+KEEPS = ("all", "selective", "sqrt", "none")
+"""Policies for activations that are compared."""
+MOST_SIZES = 5
+"""Maximum number of sizes of micro-batches that are compared."""
 MARK = "undula count: "
 """Beginning of the line with the result, among those that the script prints."""
 
@@ -29,6 +39,8 @@ MARK = "undula count: "
 class JobCount:
     """What the script of a job has counted."""
 
+    spec: JobSpec
+    """The job with the settings that its script gives. Secrets are hidden."""
     state: StateCount
     passes: Mapping[Setting, PassCount]
     is_fake: bool
@@ -37,21 +49,22 @@ class JobCount:
     """Number of steps of the plan."""
 
 
-def print_count(loaded: LoadedSpec, train: Callable[[Run], None], asked: str) -> None:
+def print_count(loaded: LoadedSpec, train: Callable[[Run], None]) -> None:
     """Count a job, and print the result as a line of JSON.
 
     Args:
         loaded: The job.
         train: Train function of the script.
-        asked: Settings that are counted, as JSON.
 
     Raises:
-        UndulaError: The job is invalid.
+        UndulaError: The job is invalid, or has a setting that is not modelled.
     """
+    _refuse_uncounted(loaded.spec)
     examined = examine(train, loaded, check_job(loaded))
     job = job_of(loaded, "", script_data=examined.script_data)
-    counted = count(train, job, [_setting(each) for each in json.loads(asked)])
+    counted = count(train, job, _asked(loaded.spec))
     result = {
+        "spec": loaded.tree(),
         "state": asdict(counted.state),
         "passes": [[asdict(setting), asdict(passes)] for setting, passes in counted.passes.items()],
         "is_fake": counted.is_fake,
@@ -60,34 +73,69 @@ def print_count(loaded: LoadedSpec, train: Callable[[Run], None], asked: str) ->
     print(f"{MARK}{json.dumps(result)}", flush=True)
 
 
-def counted_by_script(
-    script: Path, job: Path, overrides: Sequence[str], settings: Sequence[Setting], project: Path | None = None
-) -> JobCount:
-    """Let the script of a job count some settings, in a process of its own.
+def counted_by_script(script: Path, job: Path, overrides: Sequence[str], project: Path | None = None) -> JobCount:
+    """Let the script of a job count it, in a process of its own.
 
     Raises:
         SpecError: The job is invalid, or the script cannot be run on this machine.
     """
-    shown, private = without_secrets(overrides)
-    asked = json.dumps([asdict(setting) for setting in settings])
-    file = str(job.absolute())  # the driver goes to the folder of the script
-    command = [sys.executable, "-m", "undula.driver", str(script), "--config", file, "--count", asked, *shown]
-    with importable(project_modules(script, project)) as path:
-        env = {**os.environ, **path, OVERRIDES: private.get(OVERRIDES, "[]"), "CUDA_VISIBLE_DEVICES": ""}
-        done = subprocess.run(command, env=env, capture_output=True, text=True)
+    done = run_for_output(script, job, ["--count"], overrides, project)
     line = next((line for line in reversed(done.stdout.splitlines()) if line.startswith(MARK)), None)
     if done.returncode or line is None:
-        last = (done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1]
-        if last.startswith("undula: "):
-            raise SpecError(last.removeprefix("undula: "))
-        raise SpecError(f"{script} cannot be counted, because it failed: {last}")
+        raise failure_of(done, f"{script} cannot be counted, because it failed")
     result = json.loads(line.removeprefix(MARK))
     return JobCount(
+        TypeAdapter(JobSpec).validate_python({**result["spec"], "config": {}}),
         StateCount(**result["state"]),
         {_setting(setting): PassCount(**passes) for setting, passes in result["passes"]},
         result["is_fake"],
         result["steps"],
     )
+
+
+def _refuse_uncounted(spec: JobSpec) -> None:
+    """Refuse jobs whose steps hold other memory, or take other time, than what is modelled.
+
+    Raises:
+        SpecError: The job has such a setting.
+    """
+    settings = {
+        "engine=horovod": spec.engine == "horovod",
+        "gradient.reduce=adasum": spec.gradient.reduce == "adasum",
+        "plan.batch=elastic": spec.plan.batch == "elastic",
+        "compile=true": spec.compile,
+    }
+    for setting, is_set in settings.items():
+        if is_set:
+            raise SpecError(
+                f"{setting} is not part of what `undula plan` counts; override it, such as {_OTHERWISE[setting]}, to see the job without it"
+            )
+
+
+def setting_of(spec: JobSpec) -> Setting:
+    """Return the setting of a job's YAML."""
+    share = spec.plan.global_batch // spec.plan.virtual_workers
+    return Setting(spec.precision.compute, spec.activations, min(spec.plan.micro_batch or share, share))
+
+
+def sizes_of(spec: JobSpec) -> list[int]:
+    """Return sizes of micro-batches in ascending order: the share of a virtual worker, its half and so on, and the job's own."""
+    share = spec.plan.global_batch // spec.plan.virtual_workers
+    halved = [-(-share // 2**times) for times in range(MOST_SIZES)]
+    return sorted({*halved, setting_of(spec).samples})
+
+
+def _asked(spec: JobSpec) -> list[Setting]:
+    """Return the settings that are counted, the job's own first."""
+    own, sizes = setting_of(spec), sizes_of(spec)
+    few = sorted({sizes[0], sizes[-1], own.samples})
+    computes: list[Compute] = list(dict.fromkeys([spec.precision.compute, "bf16"]))
+    if spec.precision.compute == "fp16":
+        computes = ["fp16"]
+    kept = [replace(spec.activations, keep=keep, offload=False) for keep in KEEPS if keep != "all"]
+    policies = [spec.activations, ActivationsSpec(), *kept]
+    every = [Setting(compute, policy, size) for compute in computes for policy in policies for size in few]
+    return [*dict.fromkeys([own, *every])]
 
 
 def _setting(tree: Mapping[str, Any]) -> Setting:

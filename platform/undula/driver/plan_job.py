@@ -10,10 +10,10 @@ from typing import Any, cast, get_args
 import yaml
 
 from undula.config.job import JobSpec, LoadedSpec, absolute_paths, script_of
+from undula.config.secrets import has_secret
 from undula.config.yaml_edit import with_values
-from undula.driver.count_job import JobCount, counted_by_script
+from undula.driver.count_job import JobCount, counted_by_script, setting_of, sizes_of
 from undula.errors import SpecError
-from undula.parallel.spec import ActivationsSpec
 from undula.plan.candidates import Candidate, Kind, Offer, Target, TargetKind, Workload, candidates, chosen
 from undula.plan.fleet import ON_DEMAND, SPOT
 from undula.plan.gpus import GPUS, Gpu
@@ -22,18 +22,6 @@ from undula.plan.precision import Compute
 from undula.plan.prices import Machine, Prices
 from undula.plan.scaling import Link
 from undula.train.dry_run.counting import Setting
-
-_OTHERWISE = {
-    "engine=horovod": "engine=torch",
-    "gradient.reduce=adasum": "gradient.reduce=average",
-    "plan.batch=elastic": "plan.batch=fixed",
-    "compile=true": "compile=false",
-}
-"""Overrides without the settings that are not modelled."""
-KEEPS = ("all", "selective", "sqrt", "none")
-"""Policies for activations that are compared."""
-MOST_SIZES = 5
-"""Maximum number of sizes of micro-batches that are compared."""
 
 
 @dataclass(frozen=True)
@@ -93,44 +81,20 @@ def plan_job(
     Raises:
         SpecError: The job is invalid, or its script cannot be run on this machine.
     """
-    spec = loaded.spec
-    _refuse_uncounted(spec)
+    given = [*overrides, *absolute_paths(loaded.spec)]
+    offers = [_offer(_gpu(name), prices) for name in gpus]
+    counted = counted_by_script(script_of(job, script), job, given, project)
+    spec = counted.spec
     most = spec.plan.virtual_workers
     if not (sensible := [count for count in workers if count <= most]):
         raise SpecError(
             f"command line: --workers has no number up to plan.virtual_workers, which is {most}; more workers have nothing to do"
         )
-    own = setting_of(spec)
-    sizes = _sizes(spec, own.samples)
-    given = [*overrides, *absolute_paths(spec)]
-    few = sorted({sizes[0], sizes[-1], own.samples})
-    asked = [own, *(each for each in _settings(spec, few) if each != own)]
-    counted = counted_by_script(script_of(job, script), job, given, asked, project)
-    kinds = _kinds(counted, spec, sizes)
+    own, kinds = setting_of(spec), _kinds(counted, spec, sizes_of(spec))
     wire = 1.0 if spec.gradient.compression == "none" else 0.5
     workload = Workload(counted.state, kinds, spec.plan, counted.steps, wire)
-    offers = [_offer(_gpu(name), prices) for name in gpus]
     found = candidates(workload, offers, sensible, Link(*link), changes_per_hour)
     return Planned(own, counted, tuple(each for each in found if each.setting == own or _is_sensible(each)))
-
-
-def _refuse_uncounted(spec: JobSpec) -> None:
-    """Refuse jobs whose steps hold other memory, or take other time, than what is modelled.
-
-    Raises:
-        SpecError: The job has such a setting.
-    """
-    settings = {
-        "engine=horovod": spec.engine == "horovod",
-        "gradient.reduce=adasum": spec.gradient.reduce == "adasum",
-        "plan.batch=elastic": spec.plan.batch == "elastic",
-        "compile=true": spec.compile,
-    }
-    for setting, is_set in settings.items():
-        if is_set:
-            raise SpecError(
-                f"{setting} is not part of what `undula plan` counts; override it, such as {_OTHERWISE[setting]}, to see the job without it"
-            )
 
 
 def keys_of(candidate: Candidate[Setting], own: Setting) -> dict[str, Any]:
@@ -146,35 +110,17 @@ def keys_of(candidate: Candidate[Setting], own: Setting) -> dict[str, Any]:
     return changed
 
 
-def applied(job: Path, overrides: Sequence[str], candidate: Candidate[Setting], planned: Planned, spec: JobSpec) -> str:
-    """Return the text of a job's YAML with the overrides of the command and a configuration. Its comments stay."""
-    given = {key: yaml.safe_load(value) for key, _, value in (each.partition("=") for each in overrides)}
+def applied(job: Path, overrides: Sequence[str], candidate: Candidate[Setting], planned: Planned) -> str:
+    """Return the text of a job's YAML with the overrides of the command, unless they are secrets, and a configuration.
+
+    Its comments stay.
+    """
+    shown = (each.partition("=") for each in overrides if not has_secret(each))
+    given = {key: yaml.safe_load(value) for key, _, value in shown}
     values = {**given, **keys_of(candidate, planned.own), "workers.max": candidate.workers}
-    if spec.workers.min > candidate.workers:
+    if planned.counted.spec.workers.min > candidate.workers:
         values["workers.min"] = candidate.workers
     return with_values(job.read_text(encoding="utf-8"), values)
-
-
-def setting_of(spec: JobSpec) -> Setting:
-    """Return the setting of a job's YAML."""
-    share = spec.plan.global_batch // spec.plan.virtual_workers
-    return Setting(spec.precision.compute, spec.activations, min(spec.plan.micro_batch or share, share))
-
-
-def _sizes(spec: JobSpec, own: int) -> list[int]:
-    """Return sizes of micro-batches in ascending order: the share of a virtual worker, its half and so on, and the job's own."""
-    share = spec.plan.global_batch // spec.plan.virtual_workers
-    halved = [-(-share // 2**times) for times in range(MOST_SIZES)]
-    return sorted({*halved, own})
-
-
-def _settings(spec: JobSpec, sizes: Sequence[int]) -> list[Setting]:
-    computes: list[Compute] = list(dict.fromkeys([spec.precision.compute, "bf16"]))
-    if spec.precision.compute == "fp16":
-        computes = ["fp16"]
-    kept = [replace(spec.activations, keep=keep, offload=False) for keep in KEEPS if keep != "all"]
-    policies = [spec.activations, ActivationsSpec(), *kept]
-    return [Setting(compute, policy, size) for compute in computes for policy in policies for size in sizes]
 
 
 def _kinds(counted: JobCount, spec: JobSpec, sizes: Sequence[int]) -> list[Kind[Setting]]:

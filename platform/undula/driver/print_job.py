@@ -17,15 +17,25 @@ def printed_by_script(script: Path, job: Path, overrides: Sequence[str], project
     Raises:
         SpecError: The job is invalid, or the script cannot be run on this machine.
     """
-    shown, private = without_secrets(overrides)
-    file = str(job.absolute())  # the driver goes to the folder of the script
-    command = [sys.executable, "-m", "undula.driver", str(script), "--config", file, "--print", *shown]
-    with importable(project_modules(script, project)) as path:
-        env = {**os.environ, **path, OVERRIDES: private.get(OVERRIDES, "[]")}
-        done = subprocess.run(command, env=env, capture_output=True, text=True)
+    done = run_for_output(script, job, ["--print"], overrides, project)
     if done.returncode == 0:
         return done.stdout
+    raise failure_of(done, f"{script} cannot be run on this machine, and only it can check its own settings")
+
+
+def run_for_output(
+    script: Path, job: Path, options: Sequence[str], overrides: Sequence[str], project: Path | None
+) -> "subprocess.CompletedProcess[str]":
+    """Run a job's script in a process of its own, and return the process with its output when it has ended."""
+    shown, private = without_secrets(overrides)
+    file = str(job.absolute())  # the driver goes to the folder of the script
+    command = [sys.executable, "-m", "undula.driver", str(script), "--config", file, *options, *shown]
+    with importable(project_modules(script, project)) as path:
+        env = {**os.environ, **path, OVERRIDES: private.get(OVERRIDES, "[]")}
+        return subprocess.run(command, env=env, capture_output=True, text=True)
+
+
+def failure_of(done: "subprocess.CompletedProcess[str]", what: str) -> SpecError:
+    """Return the error with which a script has ended: its sentence about the job, or else its last line with what has failed."""
     last = (done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1]
-    if last.startswith("undula: "):
-        raise SpecError(last.removeprefix("undula: "))
-    raise SpecError(f"{script} cannot be run on this machine, and only it can check its own settings: {last}")
+    return SpecError(last.removeprefix("undula: ") if last.startswith("undula: ") else f"{what}: {last}")
