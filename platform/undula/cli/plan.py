@@ -7,6 +7,7 @@ from typing import Any
 import click
 
 from undula.cli.options import FILE, FiniteRange, job_arguments, json_option, print_json, project_option, script_option
+from undula.cli.prices import prices_option
 
 DEFAULT_GPUS = ("T4", "L4", "A10G", "L40S", "A100-40", "H100")
 
@@ -40,12 +41,7 @@ DEFAULT_GPUS = ("T4", "L4", "A10G", "L40S", "A100-40", "H100")
     show_default=True,
     help="Number of times in an hour that a spot worker is taken.",
 )
-@click.option(
-    "--prices",
-    type=FILE,
-    metavar="FILE",
-    help="TOML file with prices of machines, which override the built-in prices.  [default: the file at UNDULA_PRICES]",
-)
+@prices_option
 @click.option(
     "--target",
     metavar="hours=N|dollars=N|samples/s=N",

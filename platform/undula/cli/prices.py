@@ -15,20 +15,22 @@ if TYPE_CHECKING:
 F = TypeVar("F", bound=Callable[..., Any])
 
 
+prices_option = click.option(
+    "--prices",
+    type=FILE,
+    metavar="FILE",
+    help="TOML file with prices of machines, which override the built-in prices.  [default: the file at UNDULA_PRICES]",
+)
+
+
 def price_options(command: F) -> F:
     """Add the options `--prices` and `--spot-prices` to a command."""
-    file = click.option(
-        "--prices",
-        type=FILE,
-        metavar="FILE",
-        help="TOML file with prices of machines, which override the built-in prices.  [default: the file at UNDULA_PRICES]",
-    )
     history = click.option(
         "--spot-prices",
         type=click.Choice(["aws"]),
         help="Ask AWS for the spot prices at the time of the run, with your credentials.  [default: the spot prices of the files]",
     )
-    return file(history(command))
+    return prices_option(history(command))
 
 
 def price_finder(prices: Path | None, spot_prices: str | None) -> "PriceFinder":

@@ -1,4 +1,4 @@
-"""Count of a job's memory and computation by its script, and the request for it by a command that does not run scripts itself."""
+"""Count of a job's memory and computation: in the process of its script, and as the request of a command to such a process."""
 
 import json
 from collections.abc import Callable, Mapping, Sequence
@@ -32,7 +32,7 @@ KEEPS = ("all", "selective", "sqrt", "none")
 MOST_SIZES = 5
 """Maximum number of sizes of micro-batches that are compared."""
 MARK = "undula count: "
-"""Beginning of the line with the result, among those that the script prints."""
+"""Beginning of the line of a script's output that has the result."""
 
 
 @dataclass(frozen=True)

@@ -98,7 +98,7 @@ def plan_job(
 
 
 def keys_of(candidate: Candidate[Setting], own: Setting) -> dict[str, Any]:
-    """Return the keys of the YAML by which a job gets a configuration, without those that it has already."""
+    """Return the keys of the YAML that must change for a configuration, with their new values."""
     setting = candidate.setting
     values: dict[str, Any] = {"precision.compute": setting.compute, "activations.keep": setting.activations.keep}
     if setting.activations.offload != own.activations.offload:

@@ -74,7 +74,12 @@ def fit_gustafson(workers: Sequence[int], seconds: Sequence[float]) -> ParallelS
 
 
 def _fitted(logarithms: NDArray[np.float64], expected: NDArray[np.float64]) -> ParallelShare:
-    """Fit logarithms of durations, given those that each of _SHARES predicts up to a constant; shape [shares, measurements]."""
+    """Fit a share of _SHARES to logarithms of durations.
+
+    Args:
+        logarithms: Logarithms of the measured durations; shape [measurements].
+        expected: Logarithms that each share predicts, up to a constant for all measurements; shape [shares, measurements].
+    """
     from scipy.special import fdtri
 
     residuals = logarithms - expected

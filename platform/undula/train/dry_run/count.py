@@ -37,8 +37,8 @@ def count(train: Callable[[Run], None], job: Job, settings: Sequence[Setting]) -
     Args:
         train: Train function of the script.
         job: Settings of the job.
-        settings: Settings of the steps, of which the first also updates the weights. The result lacks those that the model cannot have,
-            except for the first.
+        settings: Settings of the steps. The first one must suit the model, and its step also updates the weights. The result leaves out
+            others that the model cannot have.
 
     Raises:
         UsageError: The script needs values, and the real model does not fit into this machine.

@@ -30,7 +30,7 @@ class LiveStorages(TorchDispatchMode):  # type: ignore[no-untyped-call]
         peak: Most bytes that were alive since `begin`.
         flops: Floating-point operations of matrix products, convolutions and attention since `begin`, two for a product and its sum.
         moved: Bytes that other operations have read and written since `begin`.
-        operations: Number of operations since `begin`, without those that only make views.
+        operations: Number of operations since `begin`. Operations that only make views do not count.
     """
 
     def __init__(self) -> None:
