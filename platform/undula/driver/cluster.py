@@ -8,7 +8,9 @@ from typing import Any
 from ray.train import TrainingFailedError
 
 from undula.config.job import JobSpec, LoadedSpec
+from undula.data.script.indexed import ScriptData
 from undula.driver.connection import connected, for_workers
+from undula.driver.estimate import estimate
 from undula.driver.kept_output import KeptOutput
 from undula.driver.launch import TrainerName, launch
 from undula.driver.preflight import on_machines
@@ -17,8 +19,9 @@ from undula.driver.training import Place, TrainFunction, end_on_sigterm
 from undula.elastic.pure.spec import WorkersSpec
 from undula.elastic.ray.cluster_gpus import offers_gpus
 from undula.elastic.ray.failures import is_superseded, refusal_of, summary, whole_story
+from undula.elastic.ray.gpu_memory import smallest_gpu
 from undula.errors import INTERRUPTED, SpecError, StorageError
-from undula.state.events import FailEvent, StopEvent
+from undula.state.events import EstimateEvent, FailEvent, StopEvent
 from undula.state.ledger import EventWriter
 from undula.storage import Store
 from undula.telemetry.hub import HubPublisher, start_hub
@@ -43,7 +46,8 @@ def on_cluster(
             output = KeptOutput(store)
             try:
                 with live_view(hub, keep=output.add):
-                    yield Place(loaded, HubPublisher(hub), partial(_fit, store, hub, trainer), output.finish)
+                    fit = partial(_fit, store, hub, trainer)
+                    yield Place(loaded, HubPublisher(hub), fit, partial(_estimate, loaded), output.finish)
             finally:
                 output.finish()
 
@@ -82,6 +86,17 @@ def _fit(store: Store, hub: Any, trainer: TrainerName, train: TrainFunction, spe
         EventWriter(store, "driver").event(StopEvent())
         raise SystemExit(INTERRUPTED) from None  # Ray's handler of SIGINT would end the job with status 0
     return None
+
+
+def _estimate(loaded: LoadedSpec, train: TrainFunction, script_data: ScriptData | None) -> EstimateEvent | None:
+    """Return what a worker needs on a GPU of the cluster; None if the workers have no GPU of their own, or nothing is known.
+
+    Raises:
+        SpecError: A step does not fit into its memory.
+    """
+    workers = loaded.spec.workers
+    gpu = smallest_gpu() if workers.check_memory and workers.per_worker.get("GPU", 0) >= 1 else None
+    return estimate(train, loaded, script_data, gpu) if gpu else None
 
 
 def _description(workers: WorkersSpec) -> str:

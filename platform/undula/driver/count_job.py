@@ -99,17 +99,21 @@ def _refuse_uncounted(spec: JobSpec) -> None:
     Raises:
         SpecError: The job has such a setting.
     """
+    for setting in uncounted(spec):
+        raise SpecError(
+            f"{setting} is not part of what `undula plan` counts; override it, such as {_OTHERWISE[setting]}, to see the job without it"
+        )
+
+
+def uncounted(spec: JobSpec) -> list[str]:
+    """Return the settings of a job that are not modelled."""
     settings = {
         "engine=horovod": spec.engine == "horovod",
         "gradient.reduce=adasum": spec.gradient.reduce == "adasum",
         "plan.batch=elastic": spec.plan.batch == "elastic",
         "compile=true": spec.compile,
     }
-    for setting, is_set in settings.items():
-        if is_set:
-            raise SpecError(
-                f"{setting} is not part of what `undula plan` counts; override it, such as {_OTHERWISE[setting]}, to see the job without it"
-            )
+    return [setting for setting, is_set in settings.items() if is_set]
 
 
 def setting_of(spec: JobSpec) -> Setting:

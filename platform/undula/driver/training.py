@@ -8,12 +8,13 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from undula.config.job import LoadedSpec
+from undula.data.script.indexed import ScriptData
 from undula.driver.preflight import Prepared, prepare
 from undula.driver.record import LaunchSpec, record_job
 from undula.driver.trackers import Tracking, send_rest
 from undula.errors import FAILED, INTERRUPTED
 from undula.state.directory import FILES, delete_run, held
-from undula.state.events import EndEvent, ValidationEvent
+from undula.state.events import EndEvent, Event, ValidationEvent
 from undula.state.ledger import last_event, read_ledger, steps_done
 from undula.storage import Store
 from undula.telemetry.event_recorder import EventRecorder
@@ -34,6 +35,8 @@ class Place:
     """Function that shows messages to the user."""
     fit: Callable[[TrainFunction, LaunchSpec], str | None]
     """Function that trains, and returns the story of the failure if training failed."""
+    estimate: Callable[[TrainFunction, ScriptData | None], Event | None] = lambda _train, _data: None
+    """Function that returns what a worker needs there by the counts of the script, and refuses a job that does not fit."""
     keep: Callable[[str], None] = lambda _text: None
     """Function that keeps a text in the run directory, below what the workers have printed."""
 
@@ -67,10 +70,14 @@ def train_job(
         return
     with held(store):
         with open_place(loaded, store) as place:
+            estimate = place.estimate(train, prepared.script_data)
             if fresh:
                 delete_run(store)
             spec = record_job(place.loaded, prepared.plan, store, prepared.script_data)
-            with Tracking(trackers, store, EventRecorder(store, place.publish)) as tracking:
+            record = EventRecorder(store, place.publish)
+            if estimate:
+                record(estimate)
+            with Tracking(trackers, store, record) as tracking:
                 failure = place.fit(train, spec)
         _print_unsent(tracking.unsent)
         result = _result(prepared, failure)

@@ -19,6 +19,8 @@ LAUNCH_S = 8e-6
 """Seconds for which the host is busy with an operation of torch in eager mode."""
 OUTAGE_S = 20.0
 """Seconds for which training stands still when the number of workers changes."""
+ASSUMED_LINK = Link(1e-4, 10e9 / 8)
+"""Link between two workers, if nothing is known about it: 0.1 ms and 10 Gbit/s."""
 Setting = TypeVar("Setting")
 TargetKind = Literal["hours", "dollars", "samples/s"]
 

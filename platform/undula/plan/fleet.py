@@ -20,6 +20,8 @@ MACHINE = "undula.io/machine"
 """Ray node label for the cloud's name of the machine type, such as g6.xlarge."""
 TYPE = "undula.io/type"
 """Ray node label for the node type's name in the cluster configuration."""
+GPU_GIB = "undula.io/gpu-gib"
+"""Ray node label for the memory of each of its GPUs in GiB, such as 22.0, for nodes that cannot tell it."""
 SPOT = "spot"
 ON_DEMAND = "on-demand"
 _SECONDS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}

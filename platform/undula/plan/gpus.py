@@ -11,6 +11,9 @@ CONTEXT_BYTES = 0.6 * GIB
 MARGIN = 0.06
 """Share of the estimated memory by which the allocator of torch holds more, because of the sizes of its blocks and of fragmentation."""
 
+ESTIMATE_ERROR = 0.07
+"""Largest error of an estimate of the memory that tensors take in a step."""
+
 
 @dataclass(frozen=True)
 class Gpu:
@@ -50,3 +53,16 @@ GPUS: Mapping[str, Gpu] = {
 }
 """Kinds of GPUs by name. Rates are those of NVIDIA's data sheets: V100 (2020), T4 (2019), A10G (AWS G5, 2021), L4 (2023), L40S (2023), A100
 (2021), H100 SXM (2023), H200 (2024) and B200 (2025); memory is that which `nvidia-smi` shows."""
+
+
+def known_gpu(name: str, memory_bytes: float) -> Gpu | None:
+    """Return the kind of GPU with a name of Ray's, such as A100, and about so much memory; None if GPUS has none."""
+    same = [gpu for key, gpu in GPUS.items() if key.partition("-")[0] == name.upper().partition("-")[0]]
+    nearest = min(same, key=lambda gpu: abs(gpu.memory_bytes - memory_bytes), default=None)
+    return nearest if nearest and abs(nearest.memory_bytes / memory_bytes - 1) < 0.1 else None
+
+
+def gpu_of_machine(machine: str) -> Gpu | None:
+    """Return the GPU of a machine type of AWS, such as g6.2xlarge, whose family has only one kind; None if GPUS has none."""
+    family = machine.partition(".")[0]
+    return next((gpu for gpu in GPUS.values() if family in {each.partition(".")[0] for each in gpu.machines}), None)

@@ -7,18 +7,23 @@ from collections.abc import Callable
 from json import dumps
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from undula.errors import RunError, UsageError
 from undula.plan.plan import OptimizerStep
 from undula.recovery.restore import Restored
-from undula.state.events import EndEvent, Event, SkipEvent, StartEvent, WarningEvent
+from undula.state.events import EndEvent, Event, MemoryEvent, SkipEvent, StartEvent, WarningEvent
 from undula.state.records import StepRow
 from undula.telemetry.reporter import Telemetry
 from undula.train.arithmetic import STATE, Arithmetic, difference
 from undula.train.loss_scale import LONG_SKIPPED_STEPS
 from undula.train.setup import RunSetup
 from undula.train.step_reduction import StepTotals
+
+MEASURED_STEPS = 3
+"""Number of steps of a group after which its memory is reported: the first update makes the state of the optimizer, and later steps take
+what they take together."""
 
 
 class Attempt:
@@ -45,6 +50,8 @@ class Attempt:
         self._has_overflowed = False
         """Whether the attempt has reported that the compression of gradients may have made them infinite."""
         self._has_ended = False
+        self._num_commits = 0
+        """Number of steps that this attempt has committed."""
         self.committed: int | None = None
         self.committed_by = 0
         self.rows: tuple[StepRow, ...] = ()
@@ -132,6 +139,15 @@ class Attempt:
         self.step_s = row.seconds
         if self.telemetry:
             self.telemetry.step(row)
+        self._num_commits += 1
+        if self._num_commits == MEASURED_STEPS:
+            self._report_memory(step.done)
+
+    def _report_memory(self, done: int) -> None:
+        device = self._setup.layout.device
+        if device.type == "cuda":
+            sizes = torch.cuda.max_memory_allocated(device), torch.cuda.max_memory_reserved(device)
+            self.report(MemoryEvent(*map(float, sizes), step=done))
 
     def _count_non_finite(self, step: OptimizerStep, totals: StepTotals) -> None:
         if math.isfinite(totals.grad_norm) or totals.overflows:

@@ -255,7 +255,7 @@ def test_a_cluster_offers_the_gpus_of_its_nodes_and_of_those_that_its_autoscaler
     monkeypatch: Patch, present: dict[str, float], types: dict[str, Any] | None, expected: bool
 ) -> None:
     monkeypatch.setattr(cluster_gpus.ray, "cluster_resources", lambda: present)
-    monkeypatch.setattr(cluster_gpus, "_config_of_cluster", lambda: types and {"available_node_types": types})
+    monkeypatch.setattr(cluster_gpus, "config_of_cluster", lambda: types and {"available_node_types": types})
     assert offers_gpus() is expected
 
 

@@ -24,7 +24,7 @@ READ_LIMIT_S = 60.0
 def offers_gpus() -> bool:
     """Return whether a node of the cluster has a GPU, or the autoscaler of the cluster can start such a node."""
     present: Mapping[str, float] = ray.cluster_resources()  # type: ignore[no-untyped-call]
-    return present.get("GPU", 0) > 0 or starts_gpus(_config_of_cluster())
+    return present.get("GPU", 0) > 0 or starts_gpus(config_of_cluster())
 
 
 def starts_gpus(config: Config | None) -> bool:
@@ -74,7 +74,7 @@ def _config_in_kubernetes(cluster: str, namespace: str) -> Config | None:
     return config
 
 
-def _config_of_cluster() -> Config | None:
+def config_of_cluster() -> Config | None:
     """Return the configuration of the cluster's autoscaler from any of its nodes, or None."""
     session: str = ray._private.worker.global_worker.node.session_name  # type: ignore[union-attr]
     nodes: list[Mapping[str, Any]] = ray.nodes()  # type: ignore[no-untyped-call]

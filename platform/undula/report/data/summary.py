@@ -8,6 +8,7 @@ from typing import Any, Literal
 import numpy as np
 import pyarrow as pa
 
+from undula.report.data.estimates import Estimates, estimates_of
 from undula.report.data.goodput import goodput
 from undula.report.data.run_record import JobRecord
 from undula.state.events import Event, FailEvent, GroupEvent, StartEvent, ValidationEvent, WaitingEvent
@@ -91,6 +92,8 @@ class RunSummary:
     """Error with which training failed, if that is why the run is stopped."""
     waiting: str | None = None
     """What the run waits for, if it runs and waits for workers."""
+    estimates: Estimates | None = None
+    """What was expected of the run before it began, beside what was measured."""
 
     def as_json(self) -> dict[str, Any]:
         """Return the summary as a JSON object. Losses that are not finite become null."""
@@ -148,6 +151,7 @@ def summarize(ledger: Ledger, job: JobRecord, now: float, has_driver: bool | Non
         validation_metrics=losses[-1].metrics if losses else {},
         failure=turn.error if isinstance(turn, FailEvent) and state == "stopped" else None,
         waiting=group.message if isinstance(group, WaitingEvent) and state == "running" else None,
+        estimates=estimates_of(events, steps),
     )
 
 

@@ -110,6 +110,7 @@ def _tiles(summary: RunSummary) -> list[Tile]:
         Tile("wall time", duration(summary.wall_s), counted(summary.checkpoints, "checkpoint")),
         Tile("replayed steps", f"{summary.replayed_steps:,}", "lost and run again"),
         Tile("attempts", f"{summary.attempts:,}", faults),
+        *(Tile(*line) for line in (summary.estimates.lines() if summary.estimates else ())),
     ]
 
 

@@ -279,6 +279,7 @@ def _summary_table(summary: RunSummary) -> Table:
     replayed = f", {summary.replayed_steps:,} replayed" if summary.replayed_steps else ""
     skipped = f", {summary.skipped_steps:,} without an update (fp16 overflow)" if summary.skipped_steps else ""
     faults = f"{counted(summary.crashes, 'crash', 'crashes')}, {counted(summary.resizes, 'resize')}"
+    expected = summary.estimates.lines() if summary.estimates else ()
     for label, value in (
         ("validation loss", losses if summary.last_validation_loss is not None else DASH),
         *(
@@ -289,6 +290,7 @@ def _summary_table(summary: RunSummary) -> Table:
         ("steps", f"{summary.steps:,} of {summary.total_steps:,}{replayed}{skipped}"),
         ("samples", f"{summary.samples:,} of {summary.total_samples:,}"),
         ("samples/s", f"{number(summary.samples_per_s)}  (median)"),
+        *((label, f"{value}  ({note})") for label, value, note in expected),
         ("wall time", duration(summary.wall_s)),
         ("attempts", f"{summary.attempts}  ({faults})"),
         ("goodput", goodput_text(summary.rank_seconds)),

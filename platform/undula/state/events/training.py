@@ -32,6 +32,49 @@ class StartEvent(Event):
 
 
 @dataclass(frozen=True)
+class EstimateEvent(Event):
+    """What a worker needs by the counts of the script, before any worker has started."""
+
+    KIND = "estimate"
+    gpu: str
+    """Kind of its GPU."""
+    allocated_bytes: float
+    """Most memory of the GPU that tensors take in a step."""
+    needed_bytes: float
+    """Memory that the process takes, with that of CUDA and with a margin."""
+    room_bytes: float
+    """Memory of the GPU."""
+    step_s: dict[str, float] = field(default_factory=dict)
+    """Duration of a step in seconds, by number of workers; empty if the rates of the GPU are not known."""
+
+    @property
+    def message(self) -> str:
+        needed, room = (f"{size / 2**30:.1f} GiB" for size in (self.needed_bytes, self.room_bytes))
+        doubt = ", which may be too little" if self.needed_bytes > self.room_bytes else ""
+        times = ", ".join(
+            f"{seconds:.3g} s with {counted(int(size), 'worker')}" for size, seconds in self.step_s.items()
+        )
+        step = f", and a step to take {times}" if times else ""
+        return f"A worker is expected to need {needed} of the {room} of {self.gpu}{doubt}{step}."
+
+
+@dataclass(frozen=True)
+class MemoryEvent(Event):
+    """Memory that the first steps of a group have taken on a GPU."""
+
+    KIND = "memory"
+    allocated_bytes: float
+    """Most memory that tensors have taken on the GPU of the first worker."""
+    reserved_bytes: float
+    """Most memory that torch has taken of this GPU."""
+
+    @property
+    def message(self) -> str:
+        tensors, taken = (f"{size / 2**30:.1f} GiB" for size in (self.allocated_bytes, self.reserved_bytes))
+        return f"Tensors take at most {tensors} on the GPU of the first worker, for which torch holds {taken}."
+
+
+@dataclass(frozen=True)
 class LostEvent(Event):
     """Training repeats steps of a former group that were lost."""
 

@@ -29,7 +29,7 @@ REAL_COPIES = 5
 samples."""
 
 
-def count(train: Callable[[Run], None], job: Job, settings: Sequence[Setting]) -> Count:
+def count(train: Callable[[Run], None], job: Job, settings: Sequence[Setting], may_be_real: bool = True) -> Count:
     """Count a step of a job for each of some settings.
 
     Where the script needs a value, a few samples run through the real model on the CPU, and the count of more is extrapolated.
@@ -39,6 +39,7 @@ def count(train: Callable[[Run], None], job: Job, settings: Sequence[Setting]) -
         job: Settings of the job.
         settings: Settings of the steps. The first one must suit the model, and its step also updates the weights. The result leaves out
             others that the model cannot have.
+        may_be_real: Whether real passes, which can take long, may take the place of those without values.
 
     Raises:
         UsageError: The script needs values, and the real model does not fit into this machine.
@@ -48,6 +49,8 @@ def count(train: Callable[[Run], None], job: Job, settings: Sequence[Setting]) -
     try:
         return _counted(train, job, settings, True, model_bytes.append)
     except Exception as error:
+        if not may_be_real:
+            raise
         _require_room(model_bytes, error)
         kinds = dict.fromkeys((each.compute, each.activations) for each in settings)
         few = _counted(train, job, [Setting(*kind, samples) for kind in kinds for samples in FEW], False)
