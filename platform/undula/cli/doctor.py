@@ -7,20 +7,30 @@ from pathlib import Path
 
 import click
 
-from undula.cli.options import cluster_option, counted, json_option, print_json, runs_option
+from undula.cli.options import FILE, cluster_option, counted, json_option, print_json, runs_option
 from undula.state.defaults import default_runs
 
 
 @click.command(short_help="Examine a running cluster before a job holds its GPUs.")
 @cluster_option
 @runs_option
+@click.option(
+    "--measure",
+    "rates",
+    type=FILE,
+    metavar="FILE",
+    help="Measure instead how fast a worker computes and sends, and write it to FILE for `undula plan --rates`. No job may run.",
+)
 @json_option
-def doctor(cluster: str, runs: str | None, as_json: bool) -> int:
+def doctor(cluster: str, runs: str | None, rates: Path | None, as_json: bool) -> int:
     """Examine the versions, GPUs, network, clocks, storage and token of a running cluster.
 
     This takes less than a minute and can be done while jobs run. Each problem is printed with its fix, and the exit status is 1 if a check
     fails.
     """
+    if rates is not None:
+        _measure(cluster, rates, as_json)
+        return 0
     from rich.console import Console
 
     from undula.cluster.doctor import judge
@@ -41,3 +51,24 @@ def doctor(cluster: str, runs: str | None, as_json: bool) -> int:
         nodes = f"{counted(len(facts.nodes), 'node')} in {time.monotonic() - started:.0f} s"
         click.echo(f"{count['pass']} passed, {count['warn']} to look at, {count['fail']} to fix; {nodes}")
     return int(count["fail"] > 0)
+
+
+def _measure(cluster: str, file: Path, as_json: bool) -> None:
+    """Measure a worker of a cluster, and write and show its rates."""
+    from rich.console import Console
+
+    from undula.driver.measure import measure_cluster
+    from undula.storage import write_file
+
+    with Console(file=sys.stderr).status("connecting ...") as line:
+        found = measure_cluster(cluster, line.update)
+    write_file(str(file), found.as_json().encode())
+    if as_json:
+        print_json(asdict(found))
+        return
+    for compute, rates in found.rates.items():
+        figures = f"{rates.flops_per_s / 1e9:,.0f} GFLOP/s, {rates.bytes_per_s / 1e9:,.1f} GB/s"
+        click.echo(f"{found.device}, {compute}: {figures}, {rates.operation_s * 1e6:.0f} µs an operation")
+    if found.link:
+        click.echo(f"link: {found.link.latency_s * 1e3:.2f} ms, {found.link.bytes_per_s * 8e-9:.2f} Gbit/s")
+    click.echo(f"undula plan JOB.yaml --rates {file}")

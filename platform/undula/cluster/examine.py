@@ -67,7 +67,7 @@ def examine(address: str, runs: str, log: Callable[[str], None]) -> Facts:
     """
     log("connecting ...")
     late = f"cannot connect to the Ray cluster {address}: no answer within {CONNECT_LIMIT_S:g} s; check that it is up"
-    dashboard, alive = _within(CONNECT_LIMIT_S, partial(_connect, address), late)
+    dashboard, alive = _within(CONNECT_LIMIT_S, partial(connect, address), late)
     try:
         examination = _Examination(alive, runs, log)
         try:
@@ -98,7 +98,7 @@ def _within(limit_s: float, do: Callable[[], T], late: str) -> T:
     return done.result()
 
 
-def _connect(address: str) -> tuple[str, list[dict[str, Any]]]:
+def connect(address: str) -> tuple[str, list[dict[str, Any]]]:
     """Connect and return the dashboard's HOST:PORT, which is empty if there is none, and records of the nodes that are alive.
 
     The records are Ray's, and also have the free resources (FREE) and the number of workers (WORKERS) of each node.

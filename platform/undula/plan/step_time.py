@@ -20,7 +20,9 @@ class DeviceRates:
     bytes_per_s: float
     """Rate at which other operations read and write memory."""
     operation_s: float = 0.0
-    """Seconds for which the host is busy with an operation: no operation takes less."""
+    """Seconds for which the host is busy with an operation."""
+    is_async: bool = True
+    """Whether the device computes while the host is busy with the next operations, as a GPU does."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +45,8 @@ class StepSeconds:
 def passes_s(passes: PassCount, rates: DeviceRates) -> float:
     """Return the duration of the forward and the backward pass of a micro-batch."""
     busy = passes.flops / rates.flops_per_s + passes.moved_bytes / rates.bytes_per_s
-    return max(busy, passes.operations * rates.operation_s)
+    host = passes.operations * rates.operation_s
+    return max(busy, host) if rates.is_async else busy + host
 
 
 def step_seconds(

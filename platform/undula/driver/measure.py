@@ -1,0 +1,139 @@
+"""Measurement of the rates of a cluster's workers, which `undula plan` then uses in place of those of data sheets."""
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
+from statistics import median
+from typing import Any
+
+import psutil
+import ray
+import torch
+import torch.distributed as dist
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+from undula.cluster.examine import connect
+from undula.cluster.probe import Probe
+from undula.elastic.ray.environment import variables_of_worker
+from undula.elastic.ray.gpus import reserved_device
+from undula.errors import ClusterError, one_line
+from undula.plan.precision import Compute
+from undula.plan.rates import MeasuredRates
+from undula.plan.scaling import Link, fit_link
+from undula.plan.step_time import DeviceRates
+from undula.train.dry_run.reference import measure
+
+SIZES = (0, 2**16, 2**20, 4 * 2**20, 16 * 2**20)
+"""Bytes of the messages with which a link is measured."""
+TIMES = 7
+"""Number of times that a message is timed, of which the median counts."""
+LIMIT_S = 300.0
+"""Maximum seconds for the rates of a device, or for a link."""
+
+
+class Gauge:
+    """Process on a node that measures with the resources and the environment of a worker."""
+
+    def device(self) -> tuple[str, float]:
+        """Return the name and the bytes of memory of the device."""
+        device = reserved_device()
+        if device.type == "cuda":
+            properties = torch.cuda.get_device_properties(device)
+            return properties.name, float(properties.total_memory)
+        return f"CPU with {torch.get_num_threads()} threads", float(psutil.virtual_memory().total)
+
+    def rates(self) -> dict[str, DeviceRates]:
+        """Return the rates of the device by number format."""
+        device = reserved_device()
+        formats: tuple[Compute, ...] = ("fp32", "bf16") if device.type == "cpu" else ("fp32", "fp16", "bf16")
+        return {compute: measure(device, compute) for compute in formats}
+
+    def address(self) -> tuple[str, int]:
+        """Return an address of this node at which others can meet."""
+        address: str = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
+        return address, Probe().free_port()
+
+    def message_s(self, address: str, port: int, rank: int) -> list[float]:
+        """Send messages of SIZES to the other rank while it sends as much, and return the duration of each."""
+        device = reserved_device()
+        timeout = timedelta(seconds=LIMIT_S)
+        backend = "nccl" if device.type == "cuda" else "gloo"
+        store = TCPStore(address, port, 2, is_master=rank == 0, timeout=timeout)
+        dist.init_process_group(backend, store=store, rank=rank, world_size=2, timeout=timeout)
+        try:
+            return [median(_exchanged(size, 1 - rank, device) for _ in range(TIMES)) for size in SIZES]
+        finally:
+            dist.destroy_process_group()
+
+
+def _exchanged(size: int, peer: int, device: torch.device) -> float:
+    sent, received = (torch.zeros(max(size, 1), dtype=torch.uint8, device=device) for _ in range(2))
+    dist.barrier()
+    began = time.perf_counter()
+    for work in dist.batch_isend_irecv([dist.P2POp(dist.isend, sent, peer), dist.P2POp(dist.irecv, received, peer)]):
+        work.wait()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter() - began
+
+
+def measure_cluster(address: str, log: Callable[[str], None]) -> MeasuredRates:
+    """Measure a worker of a cluster, and the link between two of them: on two nodes, if the cluster has two that are alike.
+
+    Args:
+        address: Address of the head, HOST:PORT; `auto` for the cluster of this machine.
+        log: Function that shows which measurement is running.
+
+    Raises:
+        ClusterError: The cluster cannot be reached, or a measurement failed.
+    """
+    _, nodes = connect(address)
+    try:
+        has_gpus = any(node["Resources"].get("GPU", 0) for node in nodes)
+        resources = {"CPU": 1.0, **({"GPU": 1.0} if has_gpus else {})}
+        gauges = _gauges(nodes, resources)
+        log("measuring a worker ...")
+        name, memory = _answer(gauges[0].device.remote())
+        rates = _answer(gauges[0].rates.remote())
+        log("measuring the link between two workers ...")
+        return MeasuredRates(name, memory, rates, _link(gauges) if len(gauges) > 1 else None)
+    finally:
+        ray.shutdown()
+
+
+def _gauges(nodes: Sequence[Mapping[str, Any]], resources: Mapping[str, float]) -> list[Any]:
+    """Start gauges on two nodes that have the resources, or two on one node, or one if there is no room for more."""
+    able = [node for node in nodes if all(node["Resources"].get(name, 0) >= some for name, some in resources.items())]
+    if not able:
+        raise ClusterError("no node of the cluster has room for a worker; start a worker node, and measure again")
+    two = (able * 2)[:2]
+    if len(able) == 1 and any(able[0]["Resources"][name] < 2 * some for name, some in resources.items()):
+        two = able
+    actor: Any = ray.remote(Gauge)
+    environment = {"env_vars": variables_of_worker(resources)}
+    return [
+        actor.options(
+            num_cpus=resources["CPU"],
+            num_gpus=resources.get("GPU", 0),
+            runtime_env=environment,
+            scheduling_strategy=NodeAffinitySchedulingStrategy(node["NodeID"], soft=False),
+        ).remote()
+        for node in two
+    ]
+
+
+def _link(gauges: Sequence[Any]) -> Link:
+    meet = _answer(gauges[0].address.remote())
+    asked = [gauge.message_s.remote(*meet, rank) for rank, gauge in enumerate(gauges)]
+    seconds = [_answer(each) for each in asked]
+    return fit_link(SIZES, [max(pair) for pair in zip(*seconds, strict=True)])
+
+
+def _answer(reference: Any) -> Any:
+    try:
+        return ray.get(reference, timeout=LIMIT_S)
+    except ray.exceptions.RayError as error:
+        raise ClusterError(
+            f"a worker could not be measured ({one_line(error)[:200]}); stop the jobs of the cluster, or start a node, and measure again"
+        ) from error
