@@ -18,6 +18,31 @@ def plan(text: str, *arguments: str, cwd: Path | None = None) -> subprocess.Comp
     return subprocess.run(command, capture_output=True, text=True, timeout=600, cwd=cwd)
 
 
+def plan_size(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """Plan a small model by its size."""
+    small = ("--parameters", "1e6", "--vocabulary", "256", "--context", "64", "--layers", "2")
+    command = [sys.executable, "-m", "undula.cli", "plan", *small, "--workers", "1,2", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=600)
+
+
+def test_a_model_is_planned_by_its_size_alone() -> None:
+    done = plan_size(
+        "--gpu", "L4", "--gpu", "T4", "--optimizer", "sgd", "--steps", "9", "--global-batch", "32", "--json"
+    )
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert found["notes"][0].startswith(
+        "A GPT with 951.6 k parameters: 2 layers, width 192, 3 heads, context 64, vocabulary 256, sgd"
+    )
+    assert found["state"]["parameters"] == (256 + 64) * 192 + 2 * (12 * 192**2 + 13 * 192) + 2 * 192
+    assert {(each["gpu"], each["workers"]) for each in found["candidates"]} == {
+        (g, w) for g in ("L4", "T4") for w in (1, 2)
+    }
+    assert all(each["fits"] for each in found["candidates"])
+    fast = [each["compute"] for each in found["candidates"] if each["gpu"] == "T4" and each["samples"] > 1]
+    assert set(fast) == {"fp16"}, "a T4 computes in bf16 no faster than in fp32"
+
+
 def test_the_main_job_fits_everywhere_and_more_workers_are_faster(text: str) -> None:
     done = plan(text, "--gpu", "L4", "--gpu", "H100", "--workers", "1,2", "--json", "config.model.layers=2")
     assert done.returncode == 0, done.stderr
@@ -102,6 +127,27 @@ def test_the_choice_is_written_to_a_copy_with_its_comments(text: str, tmp_path: 
 )
 def test_bad_input_is_one_sentence(text: str, arguments: tuple[str, ...], sentence: str) -> None:
     done = plan(text, *arguments)
+    assert done.returncode == 2
+    assert sentence in done.stderr
+    assert len(done.stderr.strip().splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        ((), "there is nothing to plan; give JOB.yaml, or --parameters N for a model by its size"),
+        ((str(JOB), "--parameters", "1e6"), "and --parameters cannot be planned together; give one of them"),
+        ((str(JOB), "--layers", "3"), "--layers describes a model by its size; give --parameters instead of"),
+        (("--parameters", "1e6", "--apply", "x.yaml"), "--apply belongs to a job, and --parameters has none"),
+        (
+            ("--parameters", "1e9", "--optimizer", "adamax"),
+            "--optimizer adamax is not one of sgd, adam, adamw, lars, lamb",
+        ),
+        (("--parameters", "1e9", "plan.foo=1"), "unknown key plan.foo"),
+    ],
+)
+def test_a_job_or_a_size_is_given_and_not_both(arguments: tuple[str, ...], sentence: str) -> None:
+    done = subprocess.run([sys.executable, "-m", "undula.cli", "plan", *arguments], capture_output=True, text=True)
     assert done.returncode == 2
     assert sentence in done.stderr
     assert len(done.stderr.strip().splitlines()) == 1

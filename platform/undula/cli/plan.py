@@ -6,14 +6,16 @@ from typing import Any
 
 import click
 
-from undula.cli.options import FILE, FiniteRange, job_arguments, json_option, print_json, project_option, script_option
+from undula.cli.options import FILE, FiniteRange, json_option, print_json, project_option, script_option
+from undula.cli.plan_options import job_or_model, size_options
 from undula.cli.prices import prices_option
 
 DEFAULT_GPUS = ("T4", "L4", "A10G", "L40S", "A100-40", "H100")
 
 
 @click.command(short_help="Say what GPUs a job fits on, how fast it is there, and what it costs.")
-@job_arguments
+@click.argument("arguments", nargs=-1, metavar="[JOB.yaml] [KEY.SUB=VALUE]...")
+@size_options
 @script_option
 @project_option
 @click.option(
@@ -50,8 +52,7 @@ DEFAULT_GPUS = ("T4", "L4", "A10G", "L40S", "A100-40", "H100")
 @click.option("--apply", "copy", type=FILE, metavar="FILE", help="Write a copy of JOB.yaml with the choice to FILE.")
 @json_option
 def plan(
-    job: Path,
-    overrides: tuple[str, ...],
+    arguments: tuple[str, ...],
     script: Path | None,
     project: Path | None,
     gpus: tuple[str, ...],
@@ -63,33 +64,34 @@ def plan(
     target: str | None,
     copy: Path | None,
     as_json: bool,
+    **size: Any,
 ) -> None:
     """Count the memory and the computation of a job on this machine, without a GPU, and show what it needs on kinds of GPUs.
 
     The script of JOB.yaml runs up to its steps. Its model and its batches have shapes but no memory. KEY.SUB=VALUE overrides a value of the
-    YAML.
+    YAML. Without a job, --parameters plans a decoder-only transformer (GPT) of this size.
 
     \b
     Examples:
       undula plan jobs/language_model.yaml
+      undula plan --parameters 7e9 --optimizer adamw --gpu H100 --workers 8
       undula plan jobs/language_model.yaml --gpu L4 --gpu A10G --workers 1,2,4
       undula plan jobs/language_model.yaml --gpu L4 --target dollars=200 --apply cheap.yaml
     """
     from undula.cluster.prices import load_prices
-    from undula.config.job import load_spec
     from undula.driver.plan_job import applied, plan_job, target_of
     from undula.driver.plan_table import print_plan
     from undula.errors import SpecError
     from undula.storage import write_file
 
     wanted = target_of(target) if target else None
-    loaded = load_spec(job, overrides)
+    counts = _numbers(workers)
+    job, overrides, notes = job_or_model(arguments, size, counts, {"--script": script, "--apply": copy})
     planned = plan_job(
         job,
-        loaded,
         overrides,
         gpus or DEFAULT_GPUS,
-        _numbers(workers),
+        counts,
         (latency_ms / 1e3, gbit * 1e9 / 8),
         load_prices(prices),
         interruptions,
@@ -99,8 +101,9 @@ def plan(
     choice = planned.choice(wanted)
     if as_json:
         tree = {"state": asdict(planned.counted.state), "candidates": [_tree(each) for each in planned.candidates]}
-        print_json({**tree, "choice": None if choice is None else _tree(choice)})
+        print_json({"notes": notes, **tree, "choice": None if choice is None else _tree(choice)})
     else:
+        click.echo("".join(f"{note}\n" for note in notes), nl=False)
         print_plan(planned.candidates, planned.own, planned.counted.is_fake, choice)
         if choice is None and target:
             click.echo(f"No configuration that fits meets --target {target}.")

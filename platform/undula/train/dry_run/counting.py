@@ -199,7 +199,7 @@ class CountingLoop(RehearsalLoop):
     ):
         super().__init__(session.setup, parts)
         setup = session.setup
-        self.boundary = _NoBoundary(setup, self.model, parts.state, self.attempt, self.saver)
+        self.boundary = self._own_boundary = _NoBoundary(setup, self.model, parts.state, self.attempt, self.saver)
         self._settings, self._live, self._fakes = settings, live, fakes
         self.passes: dict[Setting, PassCount] = {}
         self.begun: Setting | None = None
@@ -230,8 +230,10 @@ class CountingLoop(RehearsalLoop):
         self._closing.callback(reader.close)
         self.begin()
         first, *others = self._settings
-        # The first update makes the state of the optimizer, and the second one shows what an update takes beside it.
-        for setting in (first, first, *others):
+        # The first update makes the state of the optimizer, and the second one shows what an update takes beside it. More of them would
+        # only take time.
+        for place, setting in enumerate((first, first, *others)):
+            self._own_boundary.skips = place > 1
             work = [MicroBatch(0, 0, number, setting.samples) for number in range(2)]
             self._batches = MicroBatches(_constant(work), reader, setup.layout.device, setup.worker.enter)
             self.begun = setting
@@ -275,13 +277,19 @@ def _constant(work: list[MicroBatch]) -> Callable[[int], list[MicroBatch]]:
 
 
 class _NoBoundary(StepBoundary):
-    """Boundary of steps that have no values to commit."""
+    """Boundary of steps that have no values to commit.
+
+    Attributes:
+        skips: Whether steps leave out the update, as if their gradients had overflowed.
+    """
+
+    skips = False
 
     def reduce(
         self, samples: int, measured: StepMeasurement, phases: StepPhases, norm: Tensor, overflows: Tensor
     ) -> StepTotals:
         """Return totals in which each value is one that a script can use."""
-        return StepTotals(float(samples), 0, {}, 0.0, 0, 1.0, False, 0.0, Wants(), {})
+        return StepTotals(float(samples), 0, {}, 0.0, 0, 1.0, self.skips, 0.0, Wants(), {})
 
     def committed(self, step: OptimizerStep, totals: StepTotals, lr: float, measured: dict[str, float]) -> None:
         """Record nothing."""
