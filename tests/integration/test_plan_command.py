@@ -43,6 +43,18 @@ def test_a_model_is_planned_by_its_size_alone() -> None:
     assert set(fast) == {"fp16"}, "a T4 computes in bf16 no faster than in fp32"
 
 
+def test_tokens_per_second_are_shown_and_can_be_a_target(tmp_path: Path) -> None:
+    size = ("--global-batch", "32", "--gpu", "L4")
+    page = tmp_path / "plan.html"
+    met, missed = (plan_size(*size, "--target", f"tokens/s={limit}", "--page", str(page)) for limit in ("1000", "1e12"))
+    assert met.returncode == missed.returncode == 0, met.stderr + missed.stderr
+    assert " tok/s " in met.stdout
+    assert "No configuration that fits meets" not in met.stdout
+    assert "No configuration that fits meets --target tokens/s=1e12." in missed.stdout
+    assert f"page: {page}" in met.stdout
+    assert "No configuration that fits meets the target." in page.read_text()
+
+
 def test_the_main_job_fits_everywhere_and_more_workers_are_faster(text: str) -> None:
     done = plan(text, "--gpu", "L4", "--gpu", "H100", "--workers", "1,2", "--json", "config.model.layers=2")
     assert done.returncode == 0, done.stderr
@@ -53,6 +65,7 @@ def test_the_main_job_fits_everywhere_and_more_workers_are_faster(text: str) -> 
     assert all(each["fits"] for each in found["candidates"])
     kept = {each["activations"]["keep"]: each["memory"]["activations"] for each in found["candidates"]}
     assert kept["all"] > kept["selective"] > kept["none"]
+    assert {round(each["tokens_per_s"] / each["samples_per_s"], 6) for each in found["candidates"]} == {257.0}
 
 
 def test_a_job_that_is_too_large_says_by_how_much_and_what_would_fit(text: str) -> None:
@@ -114,7 +127,7 @@ def test_the_choice_is_written_to_a_copy_with_its_comments(text: str, tmp_path: 
     ("arguments", "sentence"),
     [
         (("--gpu", "L5"), "--gpu L5 is not known; give one of V100, T4,"),
-        (("--target", "years=3"), "years=3 is not one of hours=N, dollars=N, samples/s=N"),
+        (("--target", "years=3"), "years=3 is not one of hours=N, dollars=N, samples/s=N, tokens/s=N"),
         (("--workers", "8"), "--workers has no number up to plan.virtual_workers, which is 4"),
         (
             ("engine=horovod",),

@@ -1,14 +1,18 @@
 """Command `undula plan`."""
 
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from undula.cli.options import FILE, FiniteRange, json_option, print_json, project_option, script_option
 from undula.cli.plan_options import job_or_model, size_options
 from undula.cli.prices import prices_option
+
+if TYPE_CHECKING:
+    from undula.driver.plan_job import Planned
 
 DEFAULT_GPUS = ("T4", "L4", "A10G", "L40S", "A100-40", "H100")
 
@@ -46,10 +50,13 @@ DEFAULT_GPUS = ("T4", "L4", "A10G", "L40S", "A100-40", "H100")
 @prices_option
 @click.option(
     "--target",
-    metavar="hours=N|dollars=N|samples/s=N",
+    metavar="hours=N|dollars=N|samples/s=N|tokens/s=N",
     help="Choose the cheapest configuration that is fast enough, or the fastest one within a price.  [default: the cheapest one]",
 )
 @click.option("--apply", "copy", type=FILE, metavar="FILE", help="Write a copy of JOB.yaml with the choice to FILE.")
+@click.option(
+    "--page", type=FILE, metavar="FILE", help="Write a page with the table, bars and curves to FILE, as HTML."
+)
 @json_option
 def plan(
     arguments: tuple[str, ...],
@@ -63,6 +70,7 @@ def plan(
     prices: Path | None,
     target: str | None,
     copy: Path | None,
+    page: Path | None,
     as_json: bool,
     **size: Any,
 ) -> None:
@@ -79,13 +87,9 @@ def plan(
       undula plan jobs/language_model.yaml --gpu L4 --target dollars=200 --apply cheap.yaml
     """
     from undula.cluster.prices import load_prices
-    from undula.driver.plan_job import applied, plan_job, target_of
-    from undula.driver.plan_table import print_plan
-    from undula.errors import SpecError
-    from undula.storage import write_file
+    from undula.driver.plan_job import plan_job, target_of
 
-    wanted = target_of(target) if target else None
-    counts = _numbers(workers)
+    wanted, counts = target_of(target) if target else None, _numbers(workers)
     job, overrides, notes = job_or_model(arguments, size, counts, {"--script": script, "--apply": copy})
     planned = plan_job(
         job,
@@ -98,22 +102,45 @@ def plan(
         script,
         project,
     )
-    choice = planned.choice(wanted)
+    _print(planned, notes, planned.choice(wanted), target, as_json)
+    if page is not None:
+        from undula.driver.plan_page import Conditions, write_page
+
+        write_page(page, planned, notes, wanted, Conditions(latency_ms, gbit, interruptions))
+        click.echo(f"page: {page}", err=as_json)
+    if copy is not None:
+        _write_copy(copy, job, overrides, planned, planned.choice(wanted))
+        click.echo(f"undula run {copy} --script {script or job.with_suffix('.py')}", err=as_json)
+
+
+def _print(planned: "Planned", notes: Sequence[str], choice: Any, target: str | None, as_json: bool) -> None:
+    """Print a plan as a table or as JSON, with what was taken for the size of a model."""
+    from undula.driver.plan_table import print_plan
+
     if as_json:
         tree = {"state": asdict(planned.counted.state), "candidates": [_tree(each) for each in planned.candidates]}
         print_json({"notes": notes, **tree, "choice": None if choice is None else _tree(choice)})
-    else:
-        click.echo("".join(f"{note}\n" for note in notes), nl=False)
-        print_plan(planned.candidates, planned.own, planned.counted.is_fake, choice)
-        if choice is None and target:
-            click.echo(f"No configuration that fits meets --target {target}.")
-    if copy is not None:
-        if choice is None:
-            raise SpecError(
-                "command line: --apply has nothing to write, because no configuration fits and meets --target"
-            )
-        write_file(str(copy), applied(job, overrides, choice, planned).encode())
-        click.echo(f"undula run {copy} --script {script or job.with_suffix('.py')}", err=as_json)
+        return
+    for note in notes:
+        click.echo(note)
+    print_plan(planned.candidates, planned.own, planned.counted.is_fake, choice)
+    if choice is None and target:
+        click.echo(f"No configuration that fits meets --target {target}.")
+
+
+def _write_copy(copy: Path, job: Path, overrides: Sequence[str], planned: "Planned", choice: Any) -> None:
+    """Write a copy of a job's YAML with a configuration.
+
+    Raises:
+        SpecError: There is none.
+    """
+    from undula.driver.plan_job import applied
+    from undula.errors import SpecError
+    from undula.storage import write_file
+
+    if choice is None:
+        raise SpecError("command line: --apply has nothing to write, because no configuration fits and meets --target")
+    write_file(str(copy), applied(job, overrides, choice, planned).encode())
 
 
 def _numbers(text: str) -> list[int]:
@@ -138,6 +165,7 @@ def _tree(candidate: Any) -> dict[str, Any]:
         "memory": asdict(candidate.memory),
         "step": asdict(candidate.step),
         "samples_per_s": candidate.samples_per_s,
+        "tokens_per_s": candidate.tokens_per_s,
         "efficiency": candidate.efficiency,
         "mfu": candidate.mfu,
         "hours": candidate.hours,

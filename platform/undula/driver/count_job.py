@@ -47,6 +47,8 @@ class JobCount:
     """Whether the steps had no values. Otherwise they were real ones of a few samples on the CPU, from which larger ones follow."""
     steps: int
     """Number of steps of the plan."""
+    tokens: int | None
+    """Number of tokens of each sample; None if it is not known."""
 
 
 def print_count(loaded: LoadedSpec, train: Callable[[Run], None]) -> None:
@@ -69,6 +71,7 @@ def print_count(loaded: LoadedSpec, train: Callable[[Run], None]) -> None:
         "passes": [[asdict(setting), asdict(passes)] for setting, passes in counted.passes.items()],
         "is_fake": counted.is_fake,
         "steps": examined.plan.total_steps,
+        "tokens": counted.tokens,
     }
     print(f"{MARK}{json.dumps(result)}", flush=True)
 
@@ -90,6 +93,7 @@ def counted_by_script(script: Path, job: Path, overrides: Sequence[str], project
         {_setting(setting): PassCount(**passes) for setting, passes in result["passes"]},
         result["is_fake"],
         result["steps"],
+        result["tokens"],
     )
 
 

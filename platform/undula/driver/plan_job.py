@@ -34,7 +34,16 @@ class Planned:
     candidates: tuple[Candidate[Setting], ...]
 
     def choice(self, target: Target | None) -> Candidate[Setting] | None:
-        """Return the configuration that meets a target best; None if none does."""
+        """Return the configuration that meets a target best; None if none does.
+
+        Raises:
+            SpecError: The target is a number of tokens, and that of a sample is not known.
+        """
+        if target and target.kind == "tokens/s" and self.counted.tokens is None:
+            raise SpecError(
+                "command line: --target tokens/s=N needs batches whose integer tensors are [samples, length], all of one length, and those "
+                "of this job are not; give --target samples/s=N"
+            )
         return chosen(self.candidates, target)
 
 
@@ -90,7 +99,7 @@ def plan_job(
         )
     own, kinds = setting_of(spec), _kinds(counted, sizes_of(spec))
     wire = 1.0 if spec.gradient.compression == "none" else 0.5
-    workload = Workload(counted.state, kinds, spec.plan, counted.steps, wire)
+    workload = Workload(counted.state, kinds, spec.plan, counted.steps, wire, counted.tokens)
     found = candidates(workload, offers, sensible, Link(*link), changes_per_hour)
     return Planned(own, counted, tuple(each for each in found if each.setting == own or _is_sensible(each)))
 
