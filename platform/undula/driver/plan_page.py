@@ -118,7 +118,7 @@ def render_plan(
         conditions: What the plan assumes.
     """
     found, choice = planned.candidates, planned.choice(target)
-    groups = {gpu: _bars_of(planned, group) for gpu, group in by_gpu(found).items()}
+    groups = {gpu: bars for gpu, group in by_gpu(found).items() if (bars := _bars_of(planned, group))}
     context = {
         "name": printable(name),
         "state": "",
@@ -190,10 +190,20 @@ def _rows(planned: Planned, choice: Candidate[Setting] | None) -> list[tuple[str
 
 def _bars_of(planned: Planned, group: Sequence[Candidate[Setting]]) -> list[tuple[str, Candidate[Setting]]]:
     """Return the configurations of a GPU that have bars, each with what it is."""
-    own = min((each for each in group if each.setting == planned.own), key=lambda each: (not each.fits, each.hours))
+    # A micro-batch of the job's own size may not have been counted, if the script needs values.
+    own = min(
+        (each for each in group if each.setting == planned.own),
+        key=lambda each: (not each.fits, each.hours),
+        default=None,
+    )
     fitting = [each for each in group if each.fits]
-    nearest = None if own.fits else min(fitting, key=lambda each: each.hours * each.workers, default=None)
-    roles = {"own setting": own, "nearest that fits": nearest, "cheapest": cheapest(group), "fastest": fastest(group)}
+    nearest = min(fitting, key=lambda each: each.hours * each.workers, default=None)
+    roles = {
+        "own setting": own,
+        "nearest that fits": None if own and own.fits else nearest,
+        "cheapest": cheapest(group),
+        "fastest": fastest(group),
+    }
     named: dict[int, tuple[list[str], Candidate[Setting]]] = {}
     for role, each in roles.items():
         if each is not None:

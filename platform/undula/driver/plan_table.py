@@ -10,6 +10,7 @@ from rich.text import Text
 from undula.driver.plan_job import keys_of
 from undula.plan.candidates import Candidate, cheapest, fastest
 from undula.plan.gpus import GIB
+from undula.report.text import DASH
 from undula.train.dry_run.counting import Setting
 
 COLUMNS = ("", "GPU", "W", "setting", "GiB", "step", "smp/s", "time", "cost", "spot")
@@ -96,6 +97,7 @@ def shown_of(found: Found, own: Setting, choice: Candidate[Setting] | None) -> l
 
 
 def by_gpu(candidates: Sequence[Candidate[Setting]]) -> dict[str, list[Candidate[Setting]]]:
+    """Return the configurations of each kind of GPU, by its title."""
     groups: dict[str, list[Candidate[Setting]]] = {}
     for each in candidates:
         groups.setdefault(each.offer.gpu.title, []).append(each)
@@ -103,6 +105,7 @@ def by_gpu(candidates: Sequence[Candidate[Setting]]) -> dict[str, list[Candidate
 
 
 def cells_of(candidate: Candidate[Setting]) -> tuple[str, ...]:
+    """Return the cells of a row, one for each of COLUMNS after the marks."""
     setting = candidate.setting
     keep = setting.activations.keep + ("+offload" if setting.activations.offload else "")
     return (
@@ -125,19 +128,27 @@ def _difference(candidate: Candidate[Setting], own: Setting) -> str:
 
 
 def gib_text(size: float) -> str:
+    """Return a number of bytes in GiB."""
     return f"{size / GIB:.1f} GiB"
 
 
 def seconds_text(seconds: float) -> str:
-    return f"{seconds * 1e3:.0f} ms" if seconds < 1 else f"{seconds:.2f} s"
+    """Return the duration of a step, such as `240 ms`, `12.45 s` or `222 s`."""
+    return f"{seconds * 1e3:.0f} ms" if seconds < 1 else f"{seconds:.2f} s" if seconds < 100 else f"{seconds:,.0f} s"
 
 
 def hours_text(hours: float) -> str:
-    return f"{hours * 60:.0f} min" if hours < 1 else f"{hours:,.1f} h" if hours < 100 else f"{hours:,.0f} h"
+    """Return the duration of a run, such as `12 min`, `41.9 h`, `162 h` or `75 d`."""
+    if hours < 1:
+        return f"{hours * 60:.0f} min"
+    return f"{hours:.1f} h" if hours < 100 else f"{hours:.0f} h" if hours < 1000 else f"{hours / 24:,.0f} d"
 
 
 def dollars_text(dollars: float | None) -> str:
-    return "–" if dollars is None else f"${dollars:,.2f}" if dollars < 100 else f"${dollars:,.0f}"
+    """Return the price of a run, such as `$72.19`, `$1,288` or `$112k`; a dash if it is not known."""
+    if dollars is None:
+        return DASH
+    return f"${dollars:.2f}" if dollars < 100 else f"${dollars:,.0f}" if dollars < 10_000 else f"${dollars / 1e3:,.0f}k"
 
 
 def rate_text(per_s: float) -> str:

@@ -7,7 +7,7 @@ import pytest
 from undula.config.job import JobSpec
 from undula.driver.count_job import JobCount
 from undula.driver.plan_job import Planned, target_of
-from undula.driver.plan_table import rate_text
+from undula.driver.plan_table import dollars_text, hours_text, rate_text
 from undula.errors import SpecError
 from undula.parallel.spec import ActivationsSpec
 from undula.plan.memory import StateCount
@@ -35,3 +35,17 @@ def test_tokens_are_a_target_only_if_they_are_known() -> None:
 )
 def test_rates_fit_into_the_table(rate: float, text: str) -> None:
     assert rate_text(rate) == text
+
+
+@pytest.mark.parametrize(
+    ("hours", "text"), [(0.2, "12 min"), (41.92, "41.9 h"), (161.7, "162 h"), (1810.0, "75 d"), (30_000.0, "1,250 d")]
+)
+def test_durations_fit_into_the_table(hours: float, text: str) -> None:
+    assert hours_text(hours) == text
+
+
+@pytest.mark.parametrize(
+    ("dollars", "text"), [(None, "–"), (72.187, "$72.19"), (1288.4, "$1,288"), (112_389.0, "$112k")]
+)
+def test_prices_fit_into_the_table(dollars: float | None, text: str) -> None:
+    assert dollars_text(dollars) == text
