@@ -80,6 +80,10 @@ ALLOWED: Mapping[str, Mapping[str, str]] = {
         "torch._subclasses": "train.dry_run.counting train.dry_run.storages",
         "torch.nn.modules.batchnorm._BatchNorm": "parallel.batch_norm",
         "torch.ops.aten._cudnn_rnn": "train.dry_run.storages",
+        "torch.ops.aten._scaled_dot_product_flash_attention": "train.dry_run.storages",
+        "torch.ops.aten._scaled_dot_product_flash_attention_backward": "train.dry_run.storages",
+        "torch.ops.aten._scaled_dot_product_flash_attention_for_cpu": "train.dry_run.storages",
+        "torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward": "train.dry_run.storages",
         "torch.ops.aten._local_scalar_dense": "train.dry_run.storages",
         "torch.utils._python_dispatch": "parallel.selective train.dry_run.count train.dry_run.counting train.dry_run.storages",
         "torch.utils._pytree": "adapters.gathered adapters.lightning.fit adapters.transformers.trainer parallel.precision "

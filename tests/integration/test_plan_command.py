@@ -18,6 +18,42 @@ def plan(text: str, *arguments: str, cwd: Path | None = None) -> subprocess.Comp
     return subprocess.run(command, capture_output=True, text=True, timeout=600, cwd=cwd)
 
 
+def plan_size(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """Plan a small model by its size."""
+    small = ("--parameters", "1e6", "--vocabulary", "256", "--context", "64", "--layers", "2")
+    command = [sys.executable, "-m", "undula.cli", "plan", *small, "--workers", "1,2", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=600)
+
+
+def test_a_model_is_planned_by_its_size_alone() -> None:
+    done = plan_size(
+        "--gpu", "L4", "--gpu", "T4", "--optimizer", "sgd", "--steps", "9", "--global-batch", "32", "--json"
+    )
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert found["notes"][0].startswith(
+        "A GPT with 951.6 k parameters: 2 layers, width 192, 3 heads, context 64, vocabulary 256, sgd"
+    )
+    assert found["state"]["parameters"] == (256 + 64) * 192 + 2 * (12 * 192**2 + 13 * 192) + 2 * 192
+    assert {(each["gpu"], each["workers"]) for each in found["candidates"]} == {
+        (g, w) for g in ("L4", "T4") for w in (1, 2)
+    }
+    assert all(each["fits"] for each in found["candidates"])
+    fast = [each["compute"] for each in found["candidates"] if each["gpu"] == "T4" and each["samples"] > 1]
+    assert set(fast) == {"fp16"}, "a T4 computes in bf16 no faster than in fp32"
+
+
+def test_tokens_per_second_are_shown_and_can_be_a_target_and_a_page_is_written(tmp_path: Path) -> None:
+    page = tmp_path / "plan.html"
+    done = plan_size("--global-batch", "32", "--gpu", "L4", "--target", "tokens/s=1e12", "--page", str(page))
+    assert done.returncode == 0, done.stderr
+    assert " tok/s " in done.stdout
+    assert "No configuration that fits meets --target tokens/s=1e12." in done.stdout
+    assert f"page: {page}" in done.stdout
+    assert "GPT of 951.6 k parameters" in page.read_text()
+    assert "No configuration that fits meets the target." in page.read_text()
+
+
 def test_the_main_job_fits_everywhere_and_more_workers_are_faster(text: str) -> None:
     done = plan(text, "--gpu", "L4", "--gpu", "H100", "--workers", "1,2", "--json", "config.model.layers=2")
     assert done.returncode == 0, done.stderr
@@ -28,6 +64,7 @@ def test_the_main_job_fits_everywhere_and_more_workers_are_faster(text: str) -> 
     assert all(each["fits"] for each in found["candidates"])
     kept = {each["activations"]["keep"]: each["memory"]["activations"] for each in found["candidates"]}
     assert kept["all"] > kept["selective"] > kept["none"]
+    assert {round(each["tokens_per_s"] / each["samples_per_s"], 6) for each in found["candidates"]} == {33.0}
 
 
 def test_a_job_that_is_too_large_says_by_how_much_and_what_would_fit(text: str) -> None:
@@ -89,7 +126,7 @@ def test_the_choice_is_written_to_a_copy_with_its_comments(text: str, tmp_path: 
     ("arguments", "sentence"),
     [
         (("--gpu", "L5"), "--gpu L5 is not known; give one of V100, T4,"),
-        (("--target", "years=3"), "years=3 is not one of hours=N, dollars=N, samples/s=N"),
+        (("--target", "years=3"), "years=3 is not one of hours=N, dollars=N, samples/s=N, tokens/s=N"),
         (("--workers", "8"), "--workers has no number up to plan.virtual_workers, which is 4"),
         (
             ("engine=horovod",),
@@ -102,6 +139,27 @@ def test_the_choice_is_written_to_a_copy_with_its_comments(text: str, tmp_path: 
 )
 def test_bad_input_is_one_sentence(text: str, arguments: tuple[str, ...], sentence: str) -> None:
     done = plan(text, *arguments)
+    assert done.returncode == 2
+    assert sentence in done.stderr
+    assert len(done.stderr.strip().splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        ((), "there is nothing to plan; give JOB.yaml, or --parameters N for a model by its size"),
+        ((str(JOB), "--parameters", "1e6"), "and --parameters cannot be planned together; give one of them"),
+        ((str(JOB), "--layers", "3"), "--layers describes a model by its size; give --parameters instead of"),
+        (("--parameters", "1e6", "--apply", "x.yaml"), "--apply belongs to a job, and --parameters has none"),
+        (
+            ("--parameters", "1e9", "--optimizer", "adamax"),
+            "--optimizer adamax is not one of sgd, adam, adamw, lars, lamb",
+        ),
+        (("--parameters", "1e9", "plan.foo=1"), "unknown key plan.foo"),
+    ],
+)
+def test_a_job_or_a_size_is_given_and_not_both(arguments: tuple[str, ...], sentence: str) -> None:
+    done = subprocess.run([sys.executable, "-m", "undula.cli", "plan", *arguments], capture_output=True, text=True)
     assert done.returncode == 2
     assert sentence in done.stderr
     assert len(done.stderr.strip().splitlines()) == 1

@@ -1,19 +1,25 @@
 """Command `undula plan`."""
 
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from undula.cli.options import FILE, FiniteRange, job_arguments, json_option, print_json, project_option, script_option
+from undula.cli.options import FILE, FiniteRange, json_option, print_json, project_option, script_option
+from undula.cli.plan_options import job_or_model, size_options
 from undula.cli.prices import prices_option
+
+if TYPE_CHECKING:
+    from undula.driver.plan_job import Planned
 
 DEFAULT_GPUS = ("T4", "L4", "A10G", "L40S", "A100-40", "H100")
 
 
 @click.command(short_help="Say what GPUs a job fits on, how fast it is there, and what it costs.")
-@job_arguments
+@click.argument("arguments", nargs=-1, metavar="[JOB.yaml] [KEY.SUB=VALUE]...")
+@size_options
 @script_option
 @project_option
 @click.option(
@@ -44,14 +50,16 @@ DEFAULT_GPUS = ("T4", "L4", "A10G", "L40S", "A100-40", "H100")
 @prices_option
 @click.option(
     "--target",
-    metavar="hours=N|dollars=N|samples/s=N",
+    metavar="hours=N|dollars=N|samples/s=N|tokens/s=N",
     help="Choose the cheapest configuration that is fast enough, or the fastest one within a price.  [default: the cheapest one]",
 )
 @click.option("--apply", "copy", type=FILE, metavar="FILE", help="Write a copy of JOB.yaml with the choice to FILE.")
+@click.option(
+    "--page", type=FILE, metavar="FILE", help="Write a page with the table, bars and curves to FILE, as HTML."
+)
 @json_option
 def plan(
-    job: Path,
-    overrides: tuple[str, ...],
+    arguments: tuple[str, ...],
     script: Path | None,
     project: Path | None,
     gpus: tuple[str, ...],
@@ -62,55 +70,77 @@ def plan(
     prices: Path | None,
     target: str | None,
     copy: Path | None,
+    page: Path | None,
     as_json: bool,
+    **size: Any,
 ) -> None:
     """Count the memory and the computation of a job on this machine, without a GPU, and show what it needs on kinds of GPUs.
 
     The script of JOB.yaml runs up to its steps. Its model and its batches have shapes but no memory. KEY.SUB=VALUE overrides a value of the
-    YAML.
+    YAML. Without a job, --parameters plans a decoder-only transformer (GPT) of this size.
 
     \b
     Examples:
       undula plan jobs/language_model.yaml
+      undula plan --parameters 7e9 --optimizer adamw --gpu H100 --workers 8
       undula plan jobs/language_model.yaml --gpu L4 --gpu A10G --workers 1,2,4
       undula plan jobs/language_model.yaml --gpu L4 --target dollars=200 --apply cheap.yaml
     """
     from undula.cluster.prices import load_prices
-    from undula.config.job import load_spec
-    from undula.driver.plan_job import applied, plan_job, target_of
-    from undula.driver.plan_table import print_plan
-    from undula.errors import SpecError
-    from undula.storage import write_file
+    from undula.driver.plan_job import plan_job, target_of
 
-    wanted = target_of(target) if target else None
-    loaded = load_spec(job, overrides)
+    wanted, counts = target_of(target) if target else None, _numbers(workers)
+    job, overrides, notes = job_or_model(arguments, size, counts, {"--script": script, "--apply": copy})
     planned = plan_job(
         job,
-        loaded,
         overrides,
         gpus or DEFAULT_GPUS,
-        _numbers(workers),
+        counts,
         (latency_ms / 1e3, gbit * 1e9 / 8),
         load_prices(prices),
         interruptions,
         script,
         project,
     )
-    choice = planned.choice(wanted)
+    _print(planned, notes, planned.choice(wanted), target, as_json)
+    if page is not None:
+        from undula.driver.plan_page import Conditions, write_page
+
+        write_page(page, planned, notes, wanted, Conditions(latency_ms, gbit, interruptions))
+        click.echo(f"page: {page}", err=as_json)
+    if copy is not None:
+        _write_copy(copy, job, overrides, planned, planned.choice(wanted))
+        click.echo(f"undula run {copy} --script {script or job.with_suffix('.py')}", err=as_json)
+
+
+def _print(planned: "Planned", notes: Sequence[str], choice: Any, target: str | None, as_json: bool) -> None:
+    """Print a plan as a table or as JSON, with what was taken for the size of a model."""
+    from undula.driver.plan_table import print_plan
+
     if as_json:
         tree = {"state": asdict(planned.counted.state), "candidates": [_tree(each) for each in planned.candidates]}
-        print_json({**tree, "choice": None if choice is None else _tree(choice)})
-    else:
-        print_plan(planned.candidates, planned.own, planned.counted.is_fake, choice)
-        if choice is None and target:
-            click.echo(f"No configuration that fits meets --target {target}.")
-    if copy is not None:
-        if choice is None:
-            raise SpecError(
-                "command line: --apply has nothing to write, because no configuration fits and meets --target"
-            )
-        write_file(str(copy), applied(job, overrides, choice, planned).encode())
-        click.echo(f"undula run {copy} --script {script or job.with_suffix('.py')}", err=as_json)
+        print_json({"notes": notes, **tree, "choice": None if choice is None else _tree(choice)})
+        return
+    for note in notes:
+        click.echo(note)
+    print_plan(planned.candidates, planned.own, planned.counted.is_fake, choice)
+    if choice is None and target:
+        click.echo(f"No configuration that fits meets --target {target}.")
+
+
+def _write_copy(copy: Path, job: Path, overrides: Sequence[str], planned: "Planned", choice: Any) -> None:
+    """Write a copy of a job's YAML with a configuration.
+
+    Raises:
+        SpecError: There is none.
+    """
+    from undula.driver.plan_job import applied
+    from undula.errors import SpecError
+    from undula.storage import write_file
+
+    if choice is None:
+        raise SpecError("command line: --apply has nothing to write, because no configuration fits and meets --target")
+    write_file(str(copy), applied(job, overrides, choice, planned).encode())
 
 
 def _numbers(text: str) -> list[int]:
@@ -135,6 +165,7 @@ def _tree(candidate: Any) -> dict[str, Any]:
         "memory": asdict(candidate.memory),
         "step": asdict(candidate.step),
         "samples_per_s": candidate.samples_per_s,
+        "tokens_per_s": candidate.tokens_per_s,
         "efficiency": candidate.efficiency,
         "mfu": candidate.mfu,
         "hours": candidate.hours,

@@ -30,7 +30,7 @@ _OTHERWISE = {
 KEEPS = ("all", "selective", "sqrt", "none")
 """Policies for activations that are compared."""
 MOST_SIZES = 5
-"""Maximum number of sizes of micro-batches that are compared."""
+"""Maximum number of sizes of micro-batches that are compared, from the largest one on and from the job's own one on."""
 MARK = "undula count: "
 """Beginning of the line of a script's output that has the result."""
 
@@ -47,6 +47,8 @@ class JobCount:
     """Whether the steps had no values. Otherwise they were real ones of a few samples on the CPU, from which larger ones follow."""
     steps: int
     """Number of steps of the plan."""
+    tokens: int | None
+    """Number of tokens of each sample; None if it is not known."""
 
 
 def print_count(loaded: LoadedSpec, train: Callable[[Run], None]) -> None:
@@ -69,6 +71,7 @@ def print_count(loaded: LoadedSpec, train: Callable[[Run], None]) -> None:
         "passes": [[asdict(setting), asdict(passes)] for setting, passes in counted.passes.items()],
         "is_fake": counted.is_fake,
         "steps": examined.plan.total_steps,
+        "tokens": counted.tokens,
     }
     print(f"{MARK}{json.dumps(result)}", flush=True)
 
@@ -90,6 +93,7 @@ def counted_by_script(script: Path, job: Path, overrides: Sequence[str], project
         {_setting(setting): PassCount(**passes) for setting, passes in result["passes"]},
         result["is_fake"],
         result["steps"],
+        result["tokens"],
     )
 
 
@@ -123,10 +127,13 @@ def setting_of(spec: JobSpec) -> Setting:
 
 
 def sizes_of(spec: JobSpec) -> list[int]:
-    """Return sizes of micro-batches in ascending order: the share of a virtual worker, its half and so on, and the job's own."""
-    share = spec.plan.global_batch // spec.plan.virtual_workers
+    """Return sizes of micro-batches in ascending order.
+
+    These are the share of a virtual worker, its half and so on, and the job's own, its double and so on.
+    """
+    share, own = spec.plan.global_batch // spec.plan.virtual_workers, setting_of(spec).samples
     halved = [-(-share // 2**times) for times in range(MOST_SIZES)]
-    return sorted({*halved, setting_of(spec).samples})
+    return sorted({*halved, own, *(own * 2**times for times in range(MOST_SIZES) if own * 2**times < share)})
 
 
 def _asked(spec: JobSpec) -> list[Setting]:

@@ -9,7 +9,7 @@ from typing import Any, cast, get_args
 
 import yaml
 
-from undula.config.job import JobSpec, LoadedSpec, absolute_paths, script_of
+from undula.config.job import absolute_paths, load_spec, script_of
 from undula.config.secrets import has_secret
 from undula.config.yaml_edit import with_values
 from undula.driver.count_job import JobCount, counted_by_script, setting_of, sizes_of
@@ -34,7 +34,16 @@ class Planned:
     candidates: tuple[Candidate[Setting], ...]
 
     def choice(self, target: Target | None) -> Candidate[Setting] | None:
-        """Return the configuration that meets a target best; None if none does."""
+        """Return the configuration that meets a target best; None if none does.
+
+        Raises:
+            SpecError: The target is a number of tokens, and that of a sample is not known.
+        """
+        if target and target.kind == "tokens/s" and self.counted.tokens is None:
+            raise SpecError(
+                "command line: --target tokens/s=N needs batches whose integer tensors are [samples, length], all of one length, and those "
+                "of this job are not; give --target samples/s=N"
+            )
         return chosen(self.candidates, target)
 
 
@@ -54,7 +63,6 @@ def target_of(text: str) -> Target:
 
 def plan_job(
     job: Path,
-    loaded: LoadedSpec,
     overrides: Sequence[str],
     gpus: Sequence[str],
     workers: Sequence[int],
@@ -68,7 +76,6 @@ def plan_job(
 
     Args:
         job: YAML of the job.
-        loaded: The job.
         overrides: Overrides of the YAML.
         gpus: Names of kinds of GPUs.
         workers: Numbers of workers.
@@ -81,7 +88,7 @@ def plan_job(
     Raises:
         SpecError: The job is invalid, or its script cannot be run on this machine.
     """
-    given = [*overrides, *absolute_paths(loaded.spec)]
+    given = [*overrides, *absolute_paths(load_spec(job, overrides).spec)]
     offers = [_offer(_gpu(name), prices) for name in gpus]
     counted = counted_by_script(script_of(job, script), job, given, project)
     spec = counted.spec
@@ -90,9 +97,9 @@ def plan_job(
         raise SpecError(
             f"command line: --workers has no number up to plan.virtual_workers, which is {most}; more workers have nothing to do"
         )
-    own, kinds = setting_of(spec), _kinds(counted, spec, sizes_of(spec))
+    own, kinds = setting_of(spec), _kinds(counted, sizes_of(spec))
     wire = 1.0 if spec.gradient.compression == "none" else 0.5
-    workload = Workload(counted.state, kinds, spec.plan, counted.steps, wire)
+    workload = Workload(counted.state, kinds, spec.plan, counted.steps, wire, counted.tokens)
     found = candidates(workload, offers, sensible, Link(*link), changes_per_hour)
     return Planned(own, counted, tuple(each for each in found if each.setting == own or _is_sensible(each)))
 
@@ -123,7 +130,7 @@ def applied(job: Path, overrides: Sequence[str], candidate: Candidate[Setting], 
     return with_values(job.read_text(encoding="utf-8"), values)
 
 
-def _kinds(counted: JobCount, spec: JobSpec, sizes: Sequence[int]) -> list[Kind[Setting]]:
+def _kinds(counted: JobCount, sizes: Sequence[int]) -> list[Kind[Setting]]:
     """Return the ways to compute of all sizes, from the counts of a few. fp16 takes the memory of bf16."""
     found: list[Kind[Setting]] = []
     for compute, policy in dict.fromkeys((each.compute, each.activations) for each in counted.passes):
@@ -132,9 +139,7 @@ def _kinds(counted: JobCount, spec: JobSpec, sizes: Sequence[int]) -> list[Kind[
             for setting, passes in counted.passes.items()
             if (setting.compute, setting.activations) == (compute, policy)
         }
-        names: list[Compute] = (
-            [compute, "fp16"] if compute == "bf16" and spec.precision.compute != "bf16" else [compute]
-        )
+        names: list[Compute] = [compute, "fp16"] if compute == "bf16" else [compute]
         low, high = known[min(known)], known[max(known)]
         for size in sizes:
             passes = known.get(size) or (low if low is high else extrapolated(low, high, size))

@@ -10,12 +10,14 @@ from rich.text import Text
 from undula.driver.plan_job import keys_of
 from undula.plan.candidates import Candidate, cheapest, fastest
 from undula.plan.gpus import GIB
+from undula.report.text import DASH
 from undula.train.dry_run.counting import Setting
 
-COLUMNS = ("", "GPU", "W", "setting", "GiB", "step", "per s", "time", "cost", "spot")
+COLUMNS = ("", "GPU", "W", "setting", "GiB", "step", "smp/s", "time", "cost", "spot")
 LEGEND = (
-    "Y the YAML's setting, C the cheapest, F the fastest, * the choice; W workers; setting: number format, activations.keep and "
-    "micro-batch; GiB needed and there; samples per second; time and cost of the whole run, on demand and on spot nodes"
+    "Y the job's own setting, C the cheapest, F the fastest, * the choice; W workers; setting: number format, activations.keep and "
+    "micro-batch; GiB needed and there; smp/s samples or tok/s tokens per second; time and cost of the whole run, on demand and on spot "
+    "nodes"
 )
 
 
@@ -36,13 +38,15 @@ def print_plan(
         console: Console of the output.
     """
     console = console or Console()
-    marks = _marks(found, own, choice)
+    marks = marks_of(found, own, choice)
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
+    has_tokens = all(candidate.tokens_per_s for candidate in found)
     for name in COLUMNS:
+        name = "tok/s" if name == "smp/s" and has_tokens else name
         table.add_column(name, justify="left" if name in ("", "GPU", "setting") else "right", no_wrap=True)
-    for candidate in _shown(found, own, choice):
+    for candidate in shown_of(found, own, choice):
         style = "" if candidate.fits else "dim"
-        table.add_row(*(Text(cell, style) for cell in (marks.get(id(candidate), ""), *_cells(candidate))))
+        table.add_row(*(Text(cell, style) for cell in (marks.get(id(candidate), ""), *cells_of(candidate))))
     console.print(table)
     console.print(LEGEND, highlight=False)
     for sentence in sentences(found, own, is_fake):
@@ -53,16 +57,16 @@ def print_plan(
 
 def sentences(found: Found, own: Setting, is_fake: bool) -> Iterator[str]:
     """Yield what the user should know about the table, in sentences."""
-    for name, group in _by_gpu([each for each in found if each.setting == own]).items():
+    for name, group in by_gpu([each for each in found if each.setting == own]).items():
         least = min(group, key=lambda each: each.needed_bytes)
         if least.fits:
             continue
         short = least.needed_bytes - least.room_bytes
         nearest = [each for each in found if each.offer.gpu.title == name and each.fits]
-        text = f"The job as it is needs {_gib(least.needed_bytes)} on {name}, {_gib(short)} more than there are"
+        text = f"The job as it is needs {gib_text(least.needed_bytes)} on {name}, {gib_text(short)} more than there are"
         if nearest:
             best = min(nearest, key=lambda each: each.hours * each.workers)
-            text += f"; with {_difference(best, own)} it needs {_gib(best.needed_bytes)}"
+            text += f"; with {_difference(best, own)} it needs {gib_text(best.needed_bytes)}"
         yield f"{text}."
     if not is_fake:
         yield (
@@ -71,7 +75,7 @@ def sentences(found: Found, own: Setting, is_fake: bool) -> Iterator[str]:
         )
 
 
-def _marks(found: Found, own: Setting, choice: Candidate[Setting] | None) -> dict[int, str]:
+def marks_of(found: Found, own: Setting, choice: Candidate[Setting] | None) -> dict[int, str]:
     """Return the letters that mark configurations, by their identity."""
     cheap, fast = cheapest(found), fastest(found)
     return {
@@ -80,7 +84,7 @@ def _marks(found: Found, own: Setting, choice: Candidate[Setting] | None) -> dic
     }
 
 
-def _shown(found: Found, own: Setting, choice: Candidate[Setting] | None) -> list[Candidate[Setting]]:
+def shown_of(found: Found, own: Setting, choice: Candidate[Setting] | None) -> list[Candidate[Setting]]:
     """Return the configurations that are shown, in the order of the table."""
     best: dict[tuple[str, int], Candidate[Setting]] = {}
     for each in found:
@@ -92,14 +96,16 @@ def _shown(found: Found, own: Setting, choice: Candidate[Setting] | None) -> lis
     return [each for each in found if id(each) in shown or each.setting == own]
 
 
-def _by_gpu(candidates: Sequence[Candidate[Setting]]) -> dict[str, list[Candidate[Setting]]]:
+def by_gpu(candidates: Sequence[Candidate[Setting]]) -> dict[str, list[Candidate[Setting]]]:
+    """Return the configurations of each kind of GPU, by its title."""
     groups: dict[str, list[Candidate[Setting]]] = {}
     for each in candidates:
         groups.setdefault(each.offer.gpu.title, []).append(each)
     return groups
 
 
-def _cells(candidate: Candidate[Setting]) -> tuple[str, ...]:
+def cells_of(candidate: Candidate[Setting]) -> tuple[str, ...]:
+    """Return the cells of a row, one for each of COLUMNS after the marks."""
     setting = candidate.setting
     keep = setting.activations.keep + ("+offload" if setting.activations.offload else "")
     return (
@@ -107,11 +113,11 @@ def _cells(candidate: Candidate[Setting]) -> tuple[str, ...]:
         str(candidate.workers),
         f"{setting.compute} {keep} {candidate.samples}",
         f"{candidate.needed_bytes / GIB:.1f}/{candidate.room_bytes / GIB:.0f}",
-        _seconds(candidate.step.total),
-        f"{candidate.samples_per_s:,.0f}",
-        _hours(candidate.hours),
-        _dollars(candidate.dollars),
-        _dollars(candidate.spot_dollars),
+        seconds_text(candidate.step.total),
+        rate_text(candidate.tokens_per_s or candidate.samples_per_s),
+        hours_text(candidate.hours),
+        dollars_text(candidate.dollars),
+        dollars_text(candidate.spot_dollars),
     )
 
 
@@ -121,17 +127,33 @@ def _difference(candidate: Candidate[Setting], own: Setting) -> str:
     return " ".join(changed) or f"{candidate.workers} workers"
 
 
-def _gib(size: float) -> str:
+def gib_text(size: float) -> str:
+    """Return a number of bytes in GiB."""
     return f"{size / GIB:.1f} GiB"
 
 
-def _seconds(seconds: float) -> str:
-    return f"{seconds * 1e3:.0f} ms" if seconds < 1 else f"{seconds:.2f} s"
+def seconds_text(seconds: float) -> str:
+    """Return the duration of a step, such as `240 ms`, `12.45 s` or `222 s`."""
+    return f"{seconds * 1e3:.0f} ms" if seconds < 1 else f"{seconds:.2f} s" if seconds < 100 else f"{seconds:,.0f} s"
 
 
-def _hours(hours: float) -> str:
-    return f"{hours * 60:.0f} min" if hours < 1 else f"{hours:,.1f} h"
+def hours_text(hours: float) -> str:
+    """Return the duration of a run, such as `12 min`, `41.9 h`, `162 h` or `75 d`."""
+    if hours < 1:
+        return f"{hours * 60:.0f} min"
+    return f"{hours:.1f} h" if hours < 100 else f"{hours:.0f} h" if hours < 1000 else f"{hours / 24:,.0f} d"
 
 
-def _dollars(dollars: float | None) -> str:
-    return "–" if dollars is None else f"${dollars:,.2f}"
+def dollars_text(dollars: float | None) -> str:
+    """Return the price of a run, such as `$72.19`, `$1,288` or `$112k`; a dash if it is not known."""
+    if dollars is None:
+        return DASH
+    return f"${dollars:.2f}" if dollars < 100 else f"${dollars:,.0f}" if dollars < 10_000 else f"${dollars / 1e3:,.0f}k"
+
+
+def rate_text(per_s: float) -> str:
+    """Return a rate per second, such as `0.52`, `7.3`, `1,864`, `31.2k` or `1.25M`."""
+    for size, unit in ((1e6, "M"), (1e3, "k")):
+        if per_s >= 10 * size or (unit == "M" and per_s >= size):
+            return f"{per_s / size:.3g}{unit}"
+    return f"{per_s:,.0f}" if per_s >= 10 else f"{per_s:.2g}"

@@ -22,7 +22,7 @@ OUTAGE_S = 20.0
 ASSUMED_LINK = Link(1e-4, 10e9 / 8)
 """Link between two workers, if nothing is known about it: 0.1 ms and 10 Gbit/s."""
 Setting = TypeVar("Setting")
-TargetKind = Literal["hours", "dollars", "samples/s"]
+TargetKind = Literal["hours", "dollars", "samples/s", "tokens/s"]
 
 
 def rates_of(gpu: Gpu, compute: str) -> DeviceRates:
@@ -68,6 +68,8 @@ class Candidate(Generic[Setting]):
     """Memory of the GPU."""
     step: StepSeconds
     samples_per_s: float
+    tokens_per_s: float | None
+    """Tokens per second; None if the number of tokens of a sample is not known."""
     efficiency: float
     """Speed, relative to that of as many workers that lose nothing to each other."""
     mfu: float
@@ -107,6 +109,8 @@ class Workload(Generic[Setting]):
     steps: int
     wire: float = 1.0
     """Bytes of a number in the sums of gradients, relative to those in a gradient."""
+    tokens: int | None = None
+    """Number of tokens of each sample; None if it is not known."""
 
     def division(self, samples: int, workers: int) -> Division:
         """Return the division of a step among some workers, with micro-batches of so many samples."""
@@ -171,6 +175,7 @@ def _candidate(
         offer.gpu.memory_bytes,
         step,
         speed,
+        None if workload.tokens is None else workload.tokens * speed,
         alone.total / step.total / workers,
         flops_of_sample * speed / peak_flops,
         hours,
@@ -199,7 +204,7 @@ class Target:
 
     kind: TargetKind
     limit: float
-    """Most hours or dollars, or fewest samples per second."""
+    """Most hours or dollars, or fewest samples or tokens per second."""
 
     def is_met(self, candidate: Candidate[Any]) -> bool:
         match self.kind:
@@ -209,6 +214,8 @@ class Target:
                 return min(_prices(candidate), default=inf) <= self.limit
             case "samples/s":
                 return candidate.samples_per_s >= self.limit
+            case "tokens/s":
+                return (candidate.tokens_per_s or 0.0) >= self.limit
             case _:
                 assert_never(self.kind)
 

@@ -101,6 +101,17 @@ def test_a_target_chooses_the_cheapest_that_is_fast_enough_or_the_fastest_within
     assert within.spot_dollars <= one.spot_dollars
 
 
+def test_tokens_per_second_are_those_of_the_samples_and_can_be_a_target() -> None:
+    offer = Offer(GPUS["L4"], "g6.xlarge", 1.0, 0.5)
+    every = list(candidates(replace(WORKLOAD, tokens=257), [offer], (1, 2, 4), LINK, 0.0))
+    assert [each.tokens_per_s for each in every] == [257 * each.samples_per_s for each in every]
+    four = next(each for each in every if each.setting == "none" and each.workers == 4)
+    assert four.tokens_per_s is not None
+    assert chosen(every, Target("tokens/s", four.tokens_per_s)) is four
+    assert chosen(every, Target("tokens/s", four.tokens_per_s * 1.01)) is None
+    assert {each.tokens_per_s for each in found()} == {None}
+
+
 def test_recomputed_operations_do_not_count_as_use_of_the_gpu() -> None:
     plain, recomputed = found(1)
     assert plain.mfu > recomputed.mfu

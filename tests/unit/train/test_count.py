@@ -16,7 +16,7 @@ from undula.parallel.spec import ActivationsSpec
 from undula.plan.plan import PlanSpec
 from undula.plan.precision import PrecisionSpec
 from undula.train.dry_run.count import count
-from undula.train.dry_run.counting import Setting
+from undula.train.dry_run.counting import Setting, length_of
 from undula.train.dry_run.storages import storage_bytes
 from undula.train.job import Job
 from undula.train.single_process import SingleProcess
@@ -156,3 +156,18 @@ def test_units_that_the_model_does_not_have_are_refused(tmp_path: Path) -> None:
     train = MODELS["a perceptron"]
     with pytest.raises(UsageError, match="no repeated blocks"):
         count(train, job_of(train, tmp_path), [Setting("fp32", ActivationsSpec(keep="none"), 16)])
+
+
+@pytest.mark.parametrize(
+    ("tensors", "length"),
+    [
+        ([torch.zeros(3, 7, dtype=torch.long), torch.zeros(3, 7, dtype=torch.bool), torch.zeros(3)], 7),
+        ([torch.zeros(3, 7, dtype=torch.uint8), torch.zeros(3, 7, dtype=torch.long)], 7),
+        ([torch.zeros(3, 7, dtype=torch.long), torch.zeros(3, 5, dtype=torch.long)], None),
+        ([torch.zeros(3, 7), torch.zeros(3, dtype=torch.long)], None),
+        ([torch.zeros(21, 7, dtype=torch.long)], None),
+    ],
+    ids=["and a mask", "two of one length", "two lengths", "no integers", "other samples"],
+)
+def test_tokens_are_the_length_of_integer_tensors(tensors: list[torch.Tensor], length: int | None) -> None:
+    assert length_of(tensors, 3) == length

@@ -1,6 +1,6 @@
 """Session and loop of a count: they give a script one step for each setting, and count what the step takes."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -57,6 +57,8 @@ class Count:
     passes: dict[Setting, PassCount]
     is_fake: bool
     """Whether the steps had no values. Otherwise they were real ones on the CPU."""
+    tokens: int | None = None
+    """Number of tokens of each sample; None if it is not known."""
 
 
 class CountingSession(LocalSession):
@@ -99,7 +101,9 @@ class CountingSession(LocalSession):
         """
         if self._loop is None:
             raise UsageError("the script ended without training; let it go through the steps of run.steps()")
-        return Count(self._loop.state, self._loop.passes, self._fakes is not None)
+        lengths = self._loop.lengths
+        tokens = next(iter(lengths)) if len(lengths) == 1 else None
+        return Count(self._loop.state, self._loop.passes, self._fakes is not None, tokens)
 
     @property
     def begun(self) -> Setting | None:
@@ -187,6 +191,7 @@ class CountingLoop(RehearsalLoop):
         passes: What was counted of the micro-batches, by setting.
         state: What was counted of the states.
         begun: Setting whose step has begun last; None before the first one.
+        lengths: Numbers of tokens of the samples of each micro-batch, among them None if one has none that is known.
     """
 
     def __init__(
@@ -199,10 +204,11 @@ class CountingLoop(RehearsalLoop):
     ):
         super().__init__(session.setup, parts)
         setup = session.setup
-        self.boundary = _NoBoundary(setup, self.model, parts.state, self.attempt, self.saver)
+        self.boundary = self._own_boundary = _NoBoundary(setup, self.model, parts.state, self.attempt, self.saver)
         self._settings, self._live, self._fakes = settings, live, fakes
         self.passes: dict[Setting, PassCount] = {}
         self.begun: Setting | None = None
+        self.lengths: set[int | None] = set()
         module, optimizer = self.model.engine.module, self.model.optimizer
         parameters = [*module.parameters()]
         trainable = self.model.engine.trainable
@@ -226,12 +232,14 @@ class CountingLoop(RehearsalLoop):
     def steps(self) -> Iterator[Step]:
         """Yield the steps, and leave the train function as a run leaves it when its group ends."""
         setup = self._setup
-        reader = _FakeRows(self._parts.samples.training(0), self._live, self._fakes)
+        reader = _FakeRows(self._parts.samples.training(0), self._live, self._fakes, self.lengths)
         self._closing.callback(reader.close)
         self.begin()
         first, *others = self._settings
-        # The first update makes the state of the optimizer, and the second one shows what an update takes beside it.
-        for setting in (first, first, *others):
+        # The first update makes the state of the optimizer, and the second one shows what an update takes beside it. More of them would
+        # only take time.
+        for place, setting in enumerate((first, first, *others)):
+            self._own_boundary.skips = place > 1
             work = [MicroBatch(0, 0, number, setting.samples) for number in range(2)]
             self._batches = MicroBatches(_constant(work), reader, setup.layout.device, setup.worker.enter)
             self.begun = setting
@@ -275,13 +283,19 @@ def _constant(work: list[MicroBatch]) -> Callable[[int], list[MicroBatch]]:
 
 
 class _NoBoundary(StepBoundary):
-    """Boundary of steps that have no values to commit."""
+    """Boundary of steps that have no values to commit.
+
+    Attributes:
+        skips: Whether steps leave out the update, as if their gradients had overflowed.
+    """
+
+    skips = False
 
     def reduce(
         self, samples: int, measured: StepMeasurement, phases: StepPhases, norm: Tensor, overflows: Tensor
     ) -> StepTotals:
         """Return totals in which each value is one that a script can use."""
-        return StepTotals(float(samples), 0, {}, 0.0, 0, 1.0, False, 0.0, Wants(), {})
+        return StepTotals(float(samples), 0, {}, 0.0, 0, 1.0, self.skips, 0.0, Wants(), {})
 
     def committed(self, step: OptimizerStep, totals: StepTotals, lr: float, measured: dict[str, float]) -> None:
         """Record nothing."""
@@ -338,10 +352,13 @@ class _FakeRows:
         reader: Reader of the samples.
         live: Counter of the storages.
         fakes: Mode of the fake tensors; None if tensors are real.
+        lengths: Set that gets the number of tokens of the samples of each micro-batch.
     """
 
-    def __init__(self, reader: SampleReader, live: LiveStorages, fakes: FakeTensorMode | None):
-        self._reader, self._live, self._fakes = reader, live, fakes
+    def __init__(
+        self, reader: SampleReader, live: LiveStorages, fakes: FakeTensorMode | None, lengths: set[int | None]
+    ):
+        self._reader, self._live, self._fakes, self._lengths = reader, live, fakes, lengths
         self.close = reader.close
 
     def open(self) -> None:
@@ -350,6 +367,7 @@ class _FakeRows:
     def take(self, virtual_worker: int, count: int) -> Samples:
         with _disable_current_modes():
             samples = self._reader.any_rows(count)
+        self._lengths.add(length_of(tensors_of(samples.batch), count))
         return replace(samples, batch=with_tensors(samples.batch, self._counted))
 
     def any_rows(self, count: int) -> Samples:
@@ -359,3 +377,19 @@ class _FakeRows:
         fake: Tensor = tensor if self._fakes is None else self._fakes.from_tensor(tensor)
         self._live.add(fake)
         return fake
+
+
+def length_of(tensors: Iterable[Tensor], samples: int) -> int | None:
+    """Return the number of tokens of each sample of a micro-batch: the length of its integer tensors of shape [samples, length].
+
+    The result is None if it has no such tensor, or some of different lengths.
+    """
+    lengths = {
+        tensor.shape[1]
+        for tensor in tensors
+        if tensor.ndim == 2 and len(tensor) == samples and tensor.dtype in _INTEGERS
+    }
+    return lengths.pop() if len(lengths) == 1 else None
+
+
+_INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.uint16, torch.uint32, torch.uint64)

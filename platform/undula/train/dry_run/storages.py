@@ -13,6 +13,14 @@ from torch.utils.flop_counter import flop_registry
 WITHOUT_SIZES = (torch.ops.aten.mkldnn_rnn_layer, torch.ops.aten._cudnn_rnn)
 """Operations whose results have other sizes if they are fake: what they keep for the backward pass is missing."""
 
+_FLASH = torch.ops.aten._scaled_dot_product_flash_attention, torch.ops.aten._scaled_dot_product_flash_attention_backward
+_ON_CPU = (
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward,
+)
+FORMULAS = {**flop_registry, **{cpu: flop_registry[gpu] for cpu, gpu in zip(_ON_CPU, _FLASH, strict=True)}}
+"""Formulas of floating-point operations. torch has none for attention on the CPU, which has the arguments of that on a GPU."""
+
 
 class UnknownSizeError(RuntimeError):
     """An operation on fake tensors, whose results have other sizes than those of real ones."""
@@ -88,7 +96,7 @@ class LiveStorages(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if func.is_view:
             return result
         self.operations += 1
-        if formula := flop_registry.get(func.overloadpacket):
+        if formula := FORMULAS.get(func.overloadpacket):
             self.flops += formula(*args, **(kwargs or {}), out_val=result)
         else:
             read = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
