@@ -9,6 +9,10 @@ import pytest
 import yaml
 from jobs_kit import LANGUAGE_MODEL
 
+from undula.plan.rates import MeasuredRates
+from undula.plan.scaling import Link
+from undula.plan.step_time import DeviceRates
+
 JOB = LANGUAGE_MODEL.with_suffix(".yaml")
 
 
@@ -163,3 +167,24 @@ def test_a_job_or_a_size_is_given_and_not_both(arguments: tuple[str, ...], sente
     assert done.returncode == 2
     assert sentence in done.stderr
     assert len(done.stderr.strip().splitlines()) == 1
+
+
+def test_a_measured_worker_is_planned_like_a_gpu(text: str, tmp_path: Path) -> None:
+    file = tmp_path / "rates.json"
+    rates = MeasuredRates("own", 8 * 2**30, {"fp32": DeviceRates(1e12, 1e11, 1e-6)}, Link(1e-3, 1e8))
+    file.write_text(rates.as_json())
+    done = plan(text, "--rates", str(file), "--workers", "1,2", "--json", "config.model.layers=1")
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)["candidates"]
+    assert {(each["gpu"], each["compute"]) for each in found} == {("own", "fp32")}
+    assert found[0]["room_bytes"] == 8 * 2**30
+    assert all(each["step"]["communication"] > 1e-3 for each in found if each["workers"] == 2)
+
+
+def test_a_file_without_rates_is_refused_in_one_sentence(text: str, tmp_path: Path) -> None:
+    file = tmp_path / "rates.json"
+    file.write_text("{}")
+    done = plan(text, "--rates", str(file))
+    assert done.returncode == 2
+    assert done.stderr.startswith(f"undula: {file} has no measured rates (")
+    assert done.stderr.endswith(f"write it with `undula doctor --measure {file}`\n")

@@ -47,6 +47,12 @@ DEFAULT_GPUS = ("T4", "L4", "A10G", "L40S", "A100-40", "H100")
     show_default=True,
     help="Number of times in an hour that a spot worker is taken.",
 )
+@click.option(
+    "--rates",
+    type=FILE,
+    metavar="FILE",
+    help="Also plan for a worker and a link that `undula doctor --measure FILE` has measured.",
+)
 @prices_option
 @click.option(
     "--target",
@@ -67,6 +73,7 @@ def plan(
     gbit: float,
     latency_ms: float,
     interruptions: float,
+    rates: Path | None,
     prices: Path | None,
     target: str | None,
     copy: Path | None,
@@ -87,20 +94,22 @@ def plan(
       undula plan jobs/language_model.yaml --gpu L4 --target dollars=200 --apply cheap.yaml
     """
     from undula.cluster.prices import load_prices
-    from undula.driver.plan_job import plan_job, target_of
+    from undula.driver.plan_job import measured_in, plan_job, target_of
 
     wanted, counts = target_of(target) if target else None, _numbers(workers)
     job, overrides, notes = job_or_model(arguments, size, counts, {"--script": script, "--apply": copy})
+    measured = measured_in(rates) if rates else None
     planned = plan_job(
         job,
         overrides,
-        gpus or DEFAULT_GPUS,
+        gpus or (() if measured else DEFAULT_GPUS),
         counts,
         (latency_ms / 1e3, gbit * 1e9 / 8),
         load_prices(prices),
         interruptions,
         script,
         project,
+        measured,
     )
     _print(planned, notes, planned.choice(wanted), target, as_json)
     if page is not None:

@@ -4,6 +4,7 @@ import math
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, cast, get_args
 
@@ -13,14 +14,16 @@ from undula.config.job import absolute_paths, load_spec, script_of
 from undula.config.secrets import has_secret
 from undula.config.yaml_edit import with_values
 from undula.driver.count_job import JobCount, counted_by_script, setting_of, sizes_of
-from undula.errors import SpecError
-from undula.plan.candidates import Candidate, Kind, Offer, Target, TargetKind, Workload, candidates, chosen
+from undula.errors import SpecError, one_line
+from undula.plan.candidates import Candidate, Kind, Offer, Target, TargetKind, Workload, candidates, chosen, rates_of
 from undula.plan.fleet import ON_DEMAND, SPOT
-from undula.plan.gpus import GPUS, Gpu
+from undula.plan.gpus import GIB, GPUS, Gpu
 from undula.plan.memory import extrapolated
 from undula.plan.precision import Compute
 from undula.plan.prices import Machine, Prices
+from undula.plan.rates import MeasuredRates, read_rates
 from undula.plan.scaling import Link
+from undula.plan.step_time import DeviceRates
 from undula.train.dry_run.counting import Setting
 
 
@@ -61,6 +64,21 @@ def target_of(text: str) -> Target:
     raise SpecError(f"command line: --target {text} is not one of {', '.join(f'{each}=N' for each in known)}")
 
 
+def measured_in(file: Path) -> MeasuredRates:
+    """Return the rates that a file has.
+
+    Raises:
+        SpecError: It has none, or cannot be read.
+    """
+    try:
+        return read_rates(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        reason = one_line(error)
+        raise SpecError(
+            f"{file} has no measured rates ({reason}); write it with `undula doctor --measure {file}`"
+        ) from error
+
+
 def plan_job(
     job: Path,
     overrides: Sequence[str],
@@ -71,6 +89,7 @@ def plan_job(
     changes_per_hour: float,
     script: Path | None = None,
     project: Path | None = None,
+    measured: MeasuredRates | None = None,
 ) -> Planned:
     """Return the configurations in which a job could train.
 
@@ -84,12 +103,15 @@ def plan_job(
         changes_per_hour: Number of times in an hour that a spot worker is taken.
         script: Script of the job, unless it lies beside the YAML.
         project: Folder in which packages lie that the script imports.
+        measured: Rates of a worker that were measured, which then is a kind of GPU as well, and whose link takes the place of `link`.
 
     Raises:
         SpecError: The job is invalid, or its script cannot be run on this machine.
     """
     given = [*overrides, *absolute_paths(load_spec(job, overrides).spec)]
     offers = [_offer(_gpu(name), prices) for name in gpus]
+    if measured:
+        offers.append(Offer(_measured_gpu(measured), "", None, None))
     counted = counted_by_script(script_of(job, script), job, given, project)
     spec = counted.spec
     most = spec.plan.virtual_workers
@@ -100,8 +122,10 @@ def plan_job(
     own, kinds = setting_of(spec), _kinds(counted, sizes_of(spec))
     wire = 1.0 if spec.gradient.compression == "none" else 0.5
     workload = Workload(counted.state, kinds, spec.plan, counted.steps, wire, counted.tokens)
-    found = candidates(workload, offers, sensible, Link(*link), changes_per_hour)
-    return Planned(own, counted, tuple(each for each in found if each.setting == own or _is_sensible(each)))
+    between = measured.link if measured and measured.link else Link(*link)
+    found = candidates(workload, offers, sensible, between, changes_per_hour, partial(_rates, measured))
+    able = (each for each in found if not measured or _is_measured(each, measured))
+    return Planned(own, counted, tuple(each for each in able if each.setting == own or _is_sensible(each)))
 
 
 def keys_of(candidate: Candidate[Setting], own: Setting) -> dict[str, Any]:
@@ -160,6 +184,25 @@ def _gpu(name: str) -> Gpu:
     if gpu := GPUS.get(name.upper()):
         return gpu
     raise SpecError(f"command line: --gpu {name} is not known; give one of {', '.join(GPUS)}")
+
+
+def _measured_gpu(measured: MeasuredRates) -> Gpu:
+    """Return a measured device as a kind of GPU. The peak of its data sheet is not known, so that its MFU relates to the measured rate."""
+    known = measured.rates
+    formats: tuple[Compute, ...] = get_args(Compute)
+    tflops = {compute: known.get(compute, known["fp32"]).flops_per_s / 1e12 for compute in formats}
+    return Gpu(measured.device, measured.memory_bytes / GIB, tflops, known["fp32"].bytes_per_s / 1e9, {})
+
+
+def _is_measured(candidate: Candidate[Setting], measured: MeasuredRates) -> bool:
+    """Return whether the rates of a configuration were measured, if it is one of the measured device."""
+    return candidate.offer.gpu.title != measured.device or candidate.setting.compute in measured.rates
+
+
+def _rates(measured: MeasuredRates | None, gpu: Gpu, compute: str) -> DeviceRates:
+    if measured and gpu.title == measured.device and compute in measured.rates:
+        return measured.rates[compute]
+    return rates_of(gpu, compute)
 
 
 def _offer(gpu: Gpu, prices: Prices) -> Offer:
