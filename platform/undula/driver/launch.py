@@ -21,7 +21,12 @@ TrainerName: TypeAlias = Literal["undula", "ray"]
 
 
 def launch(
-    train: Callable[[Run], None], spec: LaunchSpec, store: Store, hub: Any, trainer_name: TrainerName = "undula"
+    train: Callable[[Run], None],
+    spec: LaunchSpec,
+    store: Store,
+    hub: Any,
+    trainer_name: TrainerName = "undula",
+    worker_type: type[JobWorker] = JobWorker,
 ) -> None:
     """Train on workers of the cluster until the plan is finished.
 
@@ -31,6 +36,7 @@ def launch(
         store: Run directory.
         hub: Handle of the actor that receives the messages of the workers and the controller.
         trainer_name: Name of the trainer; `ray` is Ray Train's own, for comparison.
+        worker_type: Class of the workers' train function.
 
     Raises:
         TrainingFailedError: The training failed and cannot continue.
@@ -38,7 +44,7 @@ def launch(
     if isinstance(train, ScriptFile):  # whose execution enters a working directory
         os.environ["RAY_CHDIR_TO_TRIAL_DIR"] = "0"
     publish = HubPublisher(hub)
-    worker, on_event = JobWorker(train, spec.job, publish), EventRecorder(store, publish)
+    worker, on_event = worker_type(train, spec.job, publish), EventRecorder(store, publish)
     trainer: DataParallelTrainer
     match trainer_name:
         case "ray":

@@ -26,6 +26,7 @@ from undula.plan.plan import Plan
 from undula.recovery.progress import COMPILE_S, LEFT
 from undula.recovery.replica import ReplicaClient
 from undula.recovery.worker_state import LeaveGroup, WorkerState
+from undula.state.events import MemoryEvent
 from undula.storage import waits_reported_to
 from undula.telemetry.hub import output_to_driver
 from undula.telemetry.messages import Publisher
@@ -111,6 +112,21 @@ class JobWorker:
                 raise UsageError(
                     f"the script ended rank {run.rank} with sys.exit({end.code!r}); raise an exception that says why"
                 ) from None
+
+
+class MeasuredWorker(JobWorker):
+    """Train function of a job that also reports the peak memory of its process at its end."""
+
+    def __call__(self) -> None:
+        import resource  # which Windows lacks
+
+        try:
+            super().__call__()
+        finally:
+            device = torch.cuda.max_memory_allocated() if torch.cuda.is_initialized() else None
+            unit = 1 if sys.platform == "darwin" else 1024
+            host = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+            self.publish(MemoryEvent(ray.train.get_context().get_world_rank(), host, device))
 
 
 def prepare_worker(job: Job, publish: Publisher) -> None:

@@ -53,6 +53,8 @@ EVENTS: tuple[Event, ...] = (
     events.RefusalEvent("spot-1"),
     events.IdleEvent("4f1c2d3e5a", 1, 60.0, 4),
     events.RehearsalEvent("KeyError: 'x'"),
+    events.MemoryEvent(0, 2**30),
+    events.MemoryEvent(1, 2**30, 2**31),
     events.FaultEvent("sigkill worker 0", step=9),
     events.StorageEvent("s3://bucket", "503 SlowDown (GetObject)", 120.0),
     events.CacheEvent("/mnt/cache", "ip-10-0-0-1", "No space left on device"),

@@ -229,6 +229,23 @@ class RehearsalEvent(Event):
 
 
 @dataclass(frozen=True)
+class MemoryEvent(Event):
+    """A worker of a smoke test ends, and its peak memory is known."""
+
+    KIND = "memory"
+    rank: int
+    host_bytes: int
+    """Largest resident memory of the process so far, without that of its loader processes."""
+    device_bytes: int | None = None
+    """Largest memory of torch's tensors on the GPU; None without a GPU."""
+
+    @property
+    def message(self) -> str:
+        gpu = "" if self.device_bytes is None else f", and of {self.device_bytes / 2**30:.2f} GiB on its GPU"
+        return f"Rank {self.rank} had a peak of {self.host_bytes / 2**30:.2f} GiB of host memory{gpu}."
+
+
+@dataclass(frozen=True)
 class FaultEvent(Event):
     """A test has injected a fault."""
 
