@@ -13,7 +13,7 @@ from jobs_kit import LANGUAGE_MODEL, SMALL, Finished, Jobs
 from undula.cluster.local import LocalCluster
 
 SCRIPT = """
-import os, signal
+import signal
 import torch
 from torch.utils.data import TensorDataset
 import undula
@@ -43,7 +43,7 @@ def train(run):
     for step in run.steps(validate=validate):
         for batch in step.batches():
             if fails == "memory":
-                os.kill(os.getpid(), signal.SIGKILL)  # as the kernel ends a process if there is no memory left
+                signal.raise_signal(signal.SIGKILL)  # as the kernel ends a process if there is no memory left
             if fails == "2 workers" and run.world_size == 2:
                 raise RuntimeError("only one of us can be right")
             step.backward(model(batch[0]).square().mean())
@@ -109,7 +109,7 @@ def test_every_part_is_tried_and_the_run_itself_stays_as_it_was(tiny: Tiny) -> N
     assert parts(done.out) == expected
     assert "for 24 steps, with 8 checkpoints and 7 validations" in done.out
     assert re.search(r"memory +0\.\d\d GiB of the host's, at the peak of the worker", done.out)
-    both, alone = re.findall(r"step 2 again, with a loss of (\S+) \((\S+) on one worker\)", done.out)[0]
+    both, alone = re.findall(r"step 3 again, loss (\S+); on one worker (\S+)", done.out)[0]
     assert both == alone
     assert "price" not in done.out, "this machine is none of a cloud"
     assert tiny.left == [run]

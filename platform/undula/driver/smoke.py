@@ -1,6 +1,6 @@
 """Smoke test of a job: everything that a run does, once and at full size on one worker, before the run itself is started.
 
-The test is a run of its own below the job's `runs`, and is deleted at its end. It has the plan of the job, and ends after two steps of it.
+The test is a run of its own below the job's `runs`, and is deleted at its end. It has the plan of the job, of which it makes three steps.
 """
 
 import re
@@ -53,8 +53,9 @@ from undula.telemetry.messages import Line, Message, Status
 
 E = TypeVar("E", bound=Event)
 
-STEPS = 2
-"""Number of steps of the smoke test. The second one shows how long a step takes, because the first one also allocates memory."""
+STEPS = 3
+"""Number of steps of the smoke test. The first one also allocates memory, the second one shows how long a step takes, and the third one
+follows a checkpoint, so that a group of two workers can make it again."""
 PATIENCE = 1_000_000
 """Number of validations without an improvement after which the smoke test would stop early."""
 FOLLOW_S = 0.2
@@ -119,15 +120,13 @@ def smoke_job(loaded: LoadedSpec, train: TrainFunction) -> None:
 def _as_test(loaded: LoadedSpec) -> LoadedSpec:
     """Return a job with the settings of its smoke test, which leave its model, batches, data and plan as they are.
 
-    Each step has a checkpoint, which is the only state that the next group can find, and the first failure is the last one.
+    Checkpoints are the only state that the next group can find, and the first failure is the last one.
     """
     spec = loaded.spec
     tested = replace(
         spec,
         name=f"{spec.name}-smoke-{token_hex(4)}",
-        checkpoint=replace(
-            spec.checkpoint, every_steps=1, keep=max(spec.checkpoint.keep, STEPS), snapshot_every_steps=0
-        ),
+        checkpoint=replace(spec.checkpoint, keep=max(spec.checkpoint.keep, 2), snapshot_every_steps=0),
         stop=replace(spec.stop, patience=PATIENCE) if spec.stop else None,
         workers=replace(spec.workers, min=1, max_failures=0, fleet=FleetSpec(), grow="never"),
     )
@@ -214,7 +213,7 @@ class SmokeTest:
             self._train("2 workers", 2)
             self._require_restored("2 workers", self.last - 1)
             loss = self._steps()[-1]["loss"]
-            note = f"step {self.last} again, with a loss of {loss:.6g} ({alone:.6g} on one worker)"
+            note = f"step {self.last} again, loss {loss:.6g}; on one worker {alone:.6g}"
             _print("2 workers", time.monotonic() - began, note)
         return measured
 
@@ -230,7 +229,8 @@ class SmokeTest:
         """
         loaded = self.loaded.with_workers(replace(self.loaded.spec.workers, min=num_workers, max=num_workers))
         spec = record_job(loaded, self.prepared.plan, self.store, self.prepared.script_data)
-        spec = replace(spec, job=replace(spec.job, ends_after=STEPS))
+        checkpoint = replace(spec.job.checkpoint, every_steps=max(self.last - 1, 1))
+        spec = replace(spec, job=replace(spec.job, ends_after=STEPS, checkpoint=checkpoint))
         began = time.time()
         self.events = []
         failure: TrainingFailedError | None = None
@@ -256,30 +256,32 @@ class SmokeTest:
             elif isinstance(message, ValidationEvent) and part == "start" and message.step == 0:
                 _print("validate", self._validation_s(message), message.message)
             elif isinstance(message, CheckpointEvent) and part == "start" and len(self._events(CheckpointEvent)) == 1:
-                row = self._steps()[0]  # the ledger has the steps of a checkpoint
-                _print("read", row["data_s"], f"the {row['step_samples']:,} samples of a step")
-                _print("step", _seconds(row), f"the first one, with a loss of {row['loss']:.4g}")
+                rows = self._steps()[:2]  # the ledger has the steps that a checkpoint has
+                _print("read", rows[0]["data_s"], f"the {rows[0]['step_samples']:,} samples of the first step")
+                _print("step", _seconds(rows[-1]), f"step {len(rows)}, with a loss of {rows[-1]['loss']:.4g}")
                 _print("checkpoint", message.seconds, size(find_commits(self.store)[0][0].bytes))
         for line in message_lines([message for message in messages if isinstance(message, SHOWN)]):
             print(line, flush=True)
 
     def _measured(self, start_s: float) -> Measured:
         """Return what the first group has measured."""
-        first, *_, last = self._steps() * 2
+        steps = self._steps()
+        second = steps[:2][-1]
         validations = self._events(ValidationEvent)
         if not validations:
-            _print("validate", None, "not tried, because the script does not validate in its first steps")
+            _print("validate", None, "not tried, because the script does not validate so early")
         elif all(validation.step for validation in validations):
             _print("validate", self._validation_s(validations[-1]), validations[-1].message)
         memory = self._events(MemoryEvent)
         return Measured(
             start_s=start_s,
-            first_step_s=_seconds(first),
-            step_s=_seconds(last),
-            step_samples=last["step_samples"],
+            first_step_s=_seconds(steps[0]),
+            step_s=_seconds(second),
+            step_samples=second["step_samples"],
             validation_s=self._validation_s(validations[-1]) if validations else None,
+            has_interval=any(validation.step == 0 for validation in validations),
             checkpoint_s=self._events(CheckpointEvent)[-1].seconds,
-            blocked_s=last["blocked_s"],
+            blocked_s=steps[-1]["blocked_s"],
             checkpoint_bytes=find_commits(self.store)[0][0].bytes,
             host_bytes=memory[0].host_bytes if memory else None,
             device_bytes=memory[0].device_bytes if memory else None,
@@ -359,4 +361,4 @@ class SmokeTest:
 
 def _seconds(row: dict[str, Any]) -> float:
     """Return the duration of a step."""
-    return sum(row[name] or 0.0 for name in SECONDS)
+    return sum(float(row[name] or 0.0) for name in SECONDS)

@@ -9,7 +9,7 @@ from undula.plan.plan import Plan
 from undula.plan.prices import Prices
 from undula.report.data.cost import cost
 from undula.report.data.goodput import CLASSES, Allocation
-from undula.report.text import counted, dollars, duration
+from undula.report.text import counted, dollars, duration, number
 from undula.state.events import WorkerPlace
 
 
@@ -21,11 +21,13 @@ class Measured:
     """Time from the launch until the group had its model and its state."""
     first_step_s: float
     step_s: float
-    """Duration of the last step, which is the second one if the plan has two."""
+    """Duration of the second step, if the plan has two."""
     step_samples: int
     """Number of samples of that step."""
     validation_s: float | None
     """Duration of a validation; None if there was none."""
+    has_interval: bool
+    """Whether the run decides when to validate, by `validation.every_steps`. Otherwise the script does."""
     checkpoint_s: float
     """Time from the start of a checkpoint to its commit, most of it beside the next steps."""
     blocked_s: float
@@ -41,7 +43,7 @@ class Measured:
 
 @dataclass(frozen=True)
 class WholeRun:
-    """The whole run on one worker, estimated from what a smoke test has measured."""
+    """The whole run on one worker, estimated from what a smoke test has measured. Validations that a script does by itself do not count."""
 
     steps: int
     validations: int
@@ -52,7 +54,7 @@ class WholeRun:
     def of(cls, measured: Measured, spec: JobSpec, plan: Plan) -> "WholeRun":
         """Return the estimate for a job. Checkpoints count with the time for which they block, and the last one as a whole."""
         steps = plan.total_steps
-        validations = 1 + -(-steps // spec.validation.every_steps) if measured.validation_s is not None else 0
+        validations = 1 + -(-steps // spec.validation.every_steps) if measured.has_interval else 0
         checkpoints = -(-steps // spec.checkpoint.every_steps)
         first_s = max(measured.first_step_s - measured.step_s, 0.0)
         saving_s = checkpoints * measured.blocked_s + measured.checkpoint_s
@@ -83,7 +85,9 @@ def refuse_full_disk(spec: JobSpec, checkpoint_bytes: int, present: int, free_by
 
 
 def size(num_bytes: int) -> str:
-    """Return a number of bytes as text, such as `12.4 MB` or `3.20 GB`."""
+    """Return a number of bytes as text, such as `4.2 kB`, `12.4 MB` or `3.20 GB`."""
+    if num_bytes < 1e6:
+        return f"{num_bytes / 1e3:.1f} kB"
     return f"{num_bytes / 1e9:,.2f} GB" if num_bytes >= 1e9 else f"{num_bytes / 1e6:,.1f} MB"
 
 
@@ -100,11 +104,14 @@ def summary(took_s: float, measured: Measured, spec: JobSpec, plan: Plan, prices
     run = WholeRun.of(measured, spec, plan)
     extra = [counted(run.checkpoints, "checkpoint")]
     extra += [counted(run.validations, "validation")] if run.validations else []
+    own = ""
+    if measured.validation_s is not None and not measured.has_interval:
+        own = f"; each validation of the script adds {duration(measured.validation_s)}"
     gpu = "" if measured.device_bytes is None else f", {measured.device_bytes / 2**30:.2f} GiB of its GPU's"
     rate = measured.step_samples / measured.step_s if measured.step_s else 0.0
     rows = {
-        "step time": f"{measured.step_s:.3g} s, {rate:,.0f} samples/s; the first step took {measured.first_step_s:.3g} s",
-        "whole run": f"{duration(run.seconds)} for {counted(run.steps, 'step')}, with {' and '.join(extra)}",
+        "step time": f"{number(measured.step_s, 3)} s, {rate:,.0f} samples/s; the first step took {number(measured.first_step_s, 3)} s",
+        "whole run": f"{duration(run.seconds)} for {counted(run.steps, 'step')}, with {' and '.join(extra)}{own}",
         "memory": f"{(measured.host_bytes or 0) / 2**30:.2f} GiB of the host's{gpu}, at the peak of the worker",
         "price": _price(measured.workers, run, plan, prices),
     }

@@ -123,7 +123,8 @@ class MeasuredWorker(JobWorker):
         try:
             super().__call__()
         finally:
-            device = torch.cuda.max_memory_allocated() if torch.cuda.is_initialized() else None
+            has_gpu = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+            device = torch.cuda.max_memory_allocated() if has_gpu else None
             unit = 1 if sys.platform == "darwin" else 1024
             host = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
             self.publish(MemoryEvent(ray.train.get_context().get_world_rank(), host, device))
