@@ -14,6 +14,7 @@ from functools import partial
 from secrets import token_hex
 from typing import Any, TypeVar
 
+from ray.exceptions import RayError
 from ray.train import TrainingFailedError
 
 from undula.cluster.prices import load_prices
@@ -69,7 +70,7 @@ SECONDS = ("data_s", "transfer_s", "compute_s", "communication_s", "other_s")
 FRAMES = {
     "validate": r"undula/train/validation\.py|undula/adapters/evaluation\.py",
     "checkpoint": r"undula/train/saver\.py|undula/state/checkpoint",
-    "read": r"undula/data/|undula/train/(samples|device_batches|micro_batches)\.py",
+    "read": r"undula/data/|undula/train/(?:samples|device_batches|micro_batches)\.py",
 }
 """Parts by the files of which one is in the traceback of a failure."""
 MEMORY = re.compile(r"out of memory|memory ran out")
@@ -233,11 +234,11 @@ class SmokeTest:
         spec = replace(spec, job=replace(spec.job, ends_after=STEPS, checkpoint=checkpoint))
         began = time.time()
         self.events = []
-        failure: TrainingFailedError | None = None
+        failure: Exception | None = None
         with HubFollower(self.hub, partial(self._show, part, began), FOLLOW_S, self.position) as follower:
             try:
                 launch(self.train, spec, self.store, self.hub, worker_type=MeasuredWorker)
-            except TrainingFailedError as error:
+            except (TrainingFailedError, RayError) as error:  # Ray may also end the controller if memory runs out
                 failure = error
         self.position = follower.position
         if failure:
@@ -291,7 +292,8 @@ class SmokeTest:
     def _validation_s(self, validation: ValidationEvent) -> float:
         """Return the seconds from the start of the group, or else from the step before, to the end of a validation."""
         ends = {row["step"] + row["merged_steps"]: row["time"] for row in self._steps()} if validation.step else {}
-        return max(validation.time - ends.get(validation.step, self._events(StartEvent)[0].time), 0.0)
+        began = self._events(StartEvent)[0].time
+        return max(validation.time - float(ends.get(validation.step, began)), 0.0)
 
     def _refuse_full_disk(self, checkpoint_bytes: int) -> None:
         if not self.store.is_s3:
@@ -329,21 +331,22 @@ class SmokeTest:
                 self.store.delete(f"{commit.folder}/{COMMIT}")  # first, so that no reader uses what remains
                 self.store.delete(commit.folder)
 
-    def _error(self, part: str, failure: TrainingFailedError) -> UndulaError:
+    def _error(self, part: str, failure: Exception) -> UndulaError:
         """Return the error for the user with which the newest group has failed, after printing the traceback of the script."""
         refusal, story = refusal_of(failure), whole_story(failure)
         name = self._failed_part(story) if part == "start" else part
         if refusal:
             return type(refusal)(f"{name}: {refusal}")
-        if "Traceback" in story:
+        if isinstance(failure, TrainingFailedError) and "Traceback" in story:
             print(story, file=sys.stderr, flush=True)
         cause = in_short(failure).removeprefix("rank 0: ").rstrip(".")
         return SmokeError(f"{name}: {cause}; {FIX_OF_MEMORY if MEMORY.search(cause) else FIXES[name]}")
 
     def _failed_part(self, story: str) -> str:
         """Return the part in which the first group has failed: that of the traceback, or else the one that came next."""
-        if found := next((name for name, files in FRAMES.items() if re.search(files, story)), None):
-            return found
+        for name, files in FRAMES.items():
+            if re.search(rf'File "[^"]*(?:{files})', story):
+                return name
         if not self._events(StartEvent):
             return "start"
         data = self.prepared.script_data
@@ -361,4 +364,4 @@ class SmokeTest:
 
 def _seconds(row: dict[str, Any]) -> float:
     """Return the duration of a step."""
-    return sum(float(row[name] or 0.0) for name in SECONDS)
+    return float(sum(row[name] or 0.0 for name in SECONDS))
