@@ -107,12 +107,13 @@ def summary(took_s: float, measured: Measured, spec: JobSpec, plan: Plan, prices
     own = ""
     if measured.validation_s is not None and not measured.has_interval:
         own = f"; each validation of the script adds {duration(measured.validation_s)}"
-    gpu = "" if measured.device_bytes is None else f", {measured.device_bytes / 2**30:.2f} GiB of its GPU's"
+    places = {"the host": measured.host_bytes, "the GPU": measured.device_bytes}
+    memory = [f"{used / 2**30:.2f} GiB on {place}" for place, used in places.items() if used is not None]
     rate = measured.step_samples / measured.step_s if measured.step_s else 0.0
     rows = {
         "step time": f"{number(measured.step_s, 3)} s, {rate:,.0f} samples/s; the first step took {number(measured.first_step_s, 3)} s",
         "whole run": f"{duration(run.seconds)} for {counted(run.steps, 'step')}, with {' and '.join(extra)}{own}",
-        "memory": f"{(measured.host_bytes or 0) / 2**30:.2f} GiB of the host's{gpu}, at the peak of the worker",
+        "memory": " and ".join(memory) + ", at the worker's peak" if memory else "",
         "price": _price(measured.workers, run, plan, prices),
     }
     lines = [f"  {key:<11} {text}" for key, text in rows.items() if text]

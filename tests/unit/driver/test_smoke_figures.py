@@ -74,5 +74,15 @@ def test_the_price_is_that_of_the_worker_and_its_machine() -> None:
     assert not [line for line in summary(20.0, MEASURED, SPEC, PLAN, load_prices()) if "price" in line]
 
 
+def test_the_memory_is_that_of_the_host_and_of_a_gpu() -> None:
+    def memory(**changes: int | None) -> list[str]:
+        lines = summary(20.0, replace(MEASURED, **changes), SPEC, PLAN, load_prices())
+        return [line.split(maxsplit=1)[1] for line in lines if "memory" in line]
+
+    assert memory() == ["2.00 GiB on the host, at the worker's peak"]
+    assert memory(device_bytes=2**29) == ["2.00 GiB on the host and 0.50 GiB on the GPU, at the worker's peak"]
+    assert memory(host_bytes=None) == [], "the report of the worker was lost"
+
+
 def test_sizes_are_readable() -> None:
     assert [size(number) for number in (4_200, 12_400_000, 3_200_000_000)] == ["4.2 kB", "12.4 MB", "3.20 GB"]
