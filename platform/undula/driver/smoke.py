@@ -68,11 +68,11 @@ SHOWN = (Line, Status, WarningEvent, WaitingEvent, StorageEvent)
 SECONDS = ("data_s", "transfer_s", "compute_s", "communication_s", "other_s")
 """Columns of the ledger that make up the duration of a step."""
 FRAMES = {
-    "validate": r"undula/train/validation\.py|undula/adapters/evaluation\.py",
+    "validate": r'undula/(train/validation|adapters/evaluation)\.py|undula/adapters/transformers/trainer\.py", line \d+, in evaluate',
     "checkpoint": r"undula/train/saver\.py|undula/state/checkpoint",
-    "read": r"undula/data/|undula/train/(?:samples|device_batches|micro_batches)\.py",
+    "read": r"undula/data/|undula/train/(samples|device_batches|micro_batches)\.py",
 }
-"""Parts by the files of which one is in the traceback of a failure."""
+"""Parts by patterns of the files of which one is in the traceback of a failure."""
 MEMORY = re.compile(r"out of memory|memory ran out")
 FIX_OF_MEMORY = "lower plan.micro_batch, set activations.keep=none, or use nodes with more memory"
 FIXES = {
