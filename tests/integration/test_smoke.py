@@ -120,10 +120,18 @@ def test_every_part_is_tried_and_the_run_itself_stays_as_it_was(tiny: Tiny) -> N
     assert run.read_text() == "{}"
 
 
-def test_a_job_for_one_worker_says_that_two_were_not_tried(tiny: Tiny) -> None:
-    done = tiny.run("alone", "workers.max=1", "plan.epochs=1", "plan.max_steps=1")
+@pytest.mark.parametrize(
+    ("override", "reason"),
+    [
+        ("workers.cpus=3", "the cluster has room for one worker now"),
+        pytest.param("workers.max=1", "workers.max is 1", marks=pytest.mark.soak),
+    ],
+)
+def test_a_change_of_workers_that_cannot_be_tried_is_named(tiny: Tiny, override: str, reason: str) -> None:
+    """The cluster has four CPUs."""
+    done = tiny.run("alone", override, "plan.epochs=1", "plan.max_steps=1")
     assert done.status == 0, done.err
-    assert "not tried, because workers.max is 1" in done.out
+    assert re.search(rf"^  2 workers +– +not tried, because {reason}$", done.out, re.MULTILINE)
     assert "for 1 step, with 1 checkpoint and 2 validations" in done.out
     assert not tiny.left
 
