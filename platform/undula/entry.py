@@ -37,7 +37,8 @@ def main(
     Args:
         train: Training loop of the script. It runs in every worker.
         config: Dataclass of the script's own settings, which are under `config` in the YAML. Without it, they are a mapping.
-        argv: Command line, by default that of this process: [--config JOB.yaml] [--print] [--fresh] [--in-process] [key.sub=value ...].
+        argv: Command line, by default that of this process: [--config JOB.yaml] [--print] [--smoke] [--fresh] [--in-process]
+            [key.sub=value ...].
             JOB.yaml defaults to the file beside the script with the same name. With --study STUDY.yaml, the script conducts a study of
             the job instead.
         settings: Callback that returns settings of the script itself by dotted key, given the tree of the YAML with its overrides.
@@ -54,6 +55,8 @@ def main(
             return
         if options.study:
             raise SpecError("command line: --in-process cannot be combined with --study; remove one of them")
+        if options.smoke:
+            raise SpecError("command line: --in-process cannot be combined with --smoke; remove one of them")
         from undula.driver.in_process import in_process
         from undula.driver.training import train_job
 
@@ -88,6 +91,11 @@ def _main_on_cluster(
             from undula.driver.count_job import print_count
 
             print_count(loaded, train)
+            return
+        if options.smoke:
+            from undula.driver.smoke import smoke_job
+
+            smoke_job(loaded, train)
             return
         train_job(loaded, train, on_cluster(loaded, options.trainer), options.fresh, trackers)
 
@@ -128,6 +136,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--study", type=Path, metavar="STUDY.yaml", help="conduct a study of the job instead of training it"
+    )
+    parser.add_argument(
+        "--smoke", action="store_true", help="go through all parts of a run once, and say what the run will take"
     )
     parser.add_argument("--fresh", action="store_true", help="delete the run in the run directory and start over")
     parser.add_argument("overrides", nargs="*", metavar="key.sub=value", help="override a value of the YAML")

@@ -34,6 +34,11 @@ from undula.cli.options import (
     help="Train in this process, as the only worker, without Ray: for debuggers and profilers.",
 )
 @click.option(
+    "--smoke",
+    is_flag=True,
+    help="Do everything that the run will do once, on one worker, and say what the run will take.",
+)
+@click.option(
     "--print",
     "prints",
     is_flag=True,
@@ -54,6 +59,7 @@ def run(
     keep_alive: bool,
     fresh: bool,
     in_process: bool,
+    smoke: bool,
     prints: bool,
 ) -> int:
     """Submit the script of JOB.yaml to a Ray cluster, and follow it until it ends.
@@ -68,6 +74,7 @@ def run(
       undula run jobs/language_model.yaml workers.max=8 --address http://HEAD:8265
       undula run jobs/language_model.yaml --detach
       undula run jobs/language_model.yaml --in-process --fresh
+      undula run jobs/language_model.yaml --smoke
     """
     from undula.config.environment import having, job_environment
     from undula.config.job import load_spec, script_of
@@ -86,10 +93,15 @@ def run(
             click.echo(printed_by_script(script_of(job, script), job, overrides, project), nl=False)
             return 0
     mode = mode_of(detach, keep_alive)
+    others = {"--in-process": in_process, "--fresh": fresh, f"--{mode}": mode != "follow"}
+    if smoke and (other := next((name for name, is_given in others.items() if is_given), None)):
+        raise SpecError(f"command line: --smoke cannot be combined with {other}; remove one of them")
     environment = with_declared(environment, loaded.variables)
     submission = submission_of_job(job, loaded, overrides, script, fresh, project).with_environment(
         environment, ray_env
     )
+    if smoke:
+        submission = submission.as_smoke_test()
     if not in_process:
         return run_submission(submission, address, LiveScreen(sys.stdout), mode)
     if address or mode != "follow":

@@ -21,7 +21,11 @@ TrainerName: TypeAlias = Literal["undula", "ray"]
 
 
 def launch(
-    train: Callable[[Run], None], spec: LaunchSpec, store: Store, hub: Any, trainer_name: TrainerName = "undula"
+    train: Callable[[Run], None],
+    spec: LaunchSpec,
+    store: Store,
+    hub: Any,
+    trainer_name: TrainerName = "undula",
 ) -> None:
     """Train on workers of the cluster until the plan is finished.
 

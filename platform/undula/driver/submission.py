@@ -43,6 +43,8 @@ Mode: TypeAlias = Literal["follow", "detach", "keep-alive"]
 """What happens after the submission: the job is followed, left alone, or followed and submitted again whenever the cluster has lost it."""
 FRESH = "--fresh"
 """Option of a script with which its job starts over."""
+SMOKE = "--smoke"
+"""Option of a script with which its job is only tested."""
 KILLED = 128 + signal.SIGKILL
 """Exit status of a script that was killed."""
 AWAIT_CLUSTER_S = 2.0
@@ -100,6 +102,10 @@ class Submission:
         """Return the submission that continues this one, which does not start over."""
         return replace(self, arguments=tuple(argument for argument in self.arguments if argument != FRESH))
 
+    def as_smoke_test(self) -> "Submission":
+        """Return the submission that only tests the job."""
+        return replace(self, arguments=(*self.arguments, SMOKE))
+
     @property
     def name(self) -> str:
         """Name of the run or study."""
@@ -113,6 +119,8 @@ class Submission:
     @property
     def continuing(self) -> str:
         """Text for a user whose job was interrupted: the directory of the run, and how to continue it."""
+        if SMOKE in self.arguments:
+            return f"the smoke test has not ended; delete {self.url}-smoke-* if it is there"
         return f"{self.kind} directory: {self.url}\nsubmit it again under the name {self.name} to continue"
 
     @property

@@ -59,10 +59,15 @@ class HubFollower:
         hub: Handle of the hub's actor.
         handle: Callback that receives the messages since its last call, in order. It runs in the follower's thread.
         interval_s: Seconds between two reads of the hub.
+        position: Number of the first message to read.
+
+    Attributes:
+        position: Number of the next message to read.
     """
 
-    def __init__(self, hub: Any, handle: Callable[[list[Message]], None], interval_s: float):
+    def __init__(self, hub: Any, handle: Callable[[list[Message]], None], interval_s: float, position: int = 0):
         self._hub, self._handle, self._interval_s = hub, handle, interval_s
+        self.position = position
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._follow, name="undula-follower", daemon=True)
 
@@ -75,11 +80,11 @@ class HubFollower:
         self._thread.join(END_LIMIT_S)
 
     def _follow(self) -> None:
-        position, is_last = 0, False
+        is_last = False
         while not is_last:
             # After the end of the block, one more read gets the last messages.
             is_last = self._closed.wait(self._interval_s)
-            position, messages = ray.get(self._hub.read.remote(position))
+            self.position, messages = ray.get(self._hub.read.remote(self.position))
             self._handle(messages)
 
 

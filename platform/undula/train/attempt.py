@@ -1,6 +1,7 @@
 """What one attempt of a run, from the start of a worker group to its end, has committed on a rank, and what it reports."""
 
 import math
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -23,7 +24,7 @@ from undula.train.step_reduction import StepTotals
 
 MEASURED_STEPS = 3
 """Number of steps of a group after which its memory is reported: the first update makes the state of the optimizer, and later steps take
-what they take together."""
+their memory beside it."""
 
 
 class Attempt:
@@ -144,10 +145,13 @@ class Attempt:
             self._report_memory(step.done)
 
     def _report_memory(self, done: int) -> None:
+        """Report the peak memory of this rank, with a GPU or in a smoke test."""
         device = self._setup.layout.device
+        on_gpu: tuple[float, ...] = ()
         if device.type == "cuda":
-            sizes = torch.cuda.max_memory_allocated(device), torch.cuda.max_memory_reserved(device)
-            self.report(MemoryEvent(*map(float, sizes), step=done))
+            on_gpu = torch.cuda.max_memory_allocated(device), torch.cuda.max_memory_reserved(device)
+        if on_gpu or self._setup.job.ends_after is not None:
+            self.report(MemoryEvent(_peak_resident_bytes(), *on_gpu, step=done))
 
     def _count_non_finite(self, step: OptimizerStep, totals: StepTotals) -> None:
         if math.isfinite(totals.grad_norm) or totals.overflows:
@@ -235,6 +239,13 @@ class Attempt:
             telemetry.close()
         elif telemetry:
             close_in_thread(telemetry.close)
+
+
+def _peak_resident_bytes() -> int:
+    import resource  # which Windows lacks
+
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
 def close_in_thread(close: Callable[[], None]) -> None:

@@ -14,7 +14,7 @@ from undula.data.spec import DataSpec, ValidationSpec
 from undula.errors import STRICT
 from undula.parallel.capabilities import Feature, engine_with, features_of, refusal
 from undula.parallel.spec import ActivationsSpec, EngineName, EngineSettings, GradientSpec
-from undula.plan.plan import PlanSpec
+from undula.plan.plan import Plan, PlanSpec
 from undula.plan.precision import FP32, PrecisionSpec
 from undula.plan.schedule import ScheduleSpec
 from undula.state.goals import GoalSpec, StopSpec
@@ -178,6 +178,8 @@ class Job(JobSettings):
     """Identity that distinguishes this run from an earlier run in the same directory."""
     submission: str = ""
     """Identity of the submission, which stands in job.json until the run is submitted again; empty for none."""
+    ends_after: int | None = None
+    """Number of steps after which the run ends although its plan has more, as in a smoke test; None for all steps of the plan."""
 
     def __post_init__(self) -> None:
         """Do nothing, because the settings were checked when they were loaded."""
@@ -185,6 +187,10 @@ class Job(JobSettings):
     def __getstate__(self) -> dict[str, Any]:
         # Classes of the script can be loaded only once a process has executed it.
         return {**vars(self), "config": Pickled.of(self.config)}
+
+    def last_step(self, plan: Plan) -> int:
+        """Return the number of steps of a plan after which the run ends."""
+        return min(plan.total_steps, self.ends_after or plan.total_steps)
 
     @classmethod
     def of(cls, settings: JobSettings, **others: Any) -> Self:

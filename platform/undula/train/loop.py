@@ -59,6 +59,7 @@ class TrainingLoop:
     ):
         job, layout = setup.job, setup.layout
         self._setup, self._parts = setup, parts
+        self._last = job.last_step(setup.plan)
         self._arithmetic = arithmetic_of(layout.device, job.compiled)
         self._results = ValidationResults()
         self._means: Mapping[str, float] = {}
@@ -215,7 +216,7 @@ class TrainingLoop:
 
     def _is_validation_due(self, before: int, done: int) -> bool:
         every = self._setup.job.validation.every_steps
-        return done == self._setup.plan.total_steps or _is_due(every, before, done)
+        return done >= self._last or _is_due(every, before, done)
 
     def _work(self, before: int, done: int) -> None:
         """Validate if that is due after `done` steps, and let the script finish its work after them. The state then includes both.
@@ -226,7 +227,7 @@ class TrainingLoop:
         setup, results = self._setup, self._results
         if self._is_validation_due(before, done):
             # A script with work of its own may have other weights in the model until that work.
-            can_end_early = self._after is None and done < setup.plan.total_steps
+            can_end_early = self._after is None and done < self._last
             while not self._validate(done, can_end_early):
                 if any_rank(not self.model.baseline.is_intact, setup.layout.control):
                     can_end_early = False
@@ -249,8 +250,7 @@ class TrainingLoop:
 
     def _ends(self, done: int) -> bool:
         """Return whether the run ends after `done` steps."""
-        setup = self._setup
-        return done == setup.plan.total_steps or bool(self._results.reason_to_stop(setup.job.stop))
+        return done >= self._last or bool(self._results.reason_to_stop(self._setup.job.stop))
 
     def _validate(self, done: int, can_end_early: bool = False) -> bool:
         """Validate the state after `done` steps if the script validates, and return whether the validation was completed.

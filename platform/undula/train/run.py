@@ -66,6 +66,11 @@ class Run:
         return self._session.plan
 
     @property
+    def last_step(self) -> int:
+        """Number of steps after which the run ends: that of the plan, or less in a smoke test."""
+        return self._session.job.last_step(self._session.plan)
+
+    @property
     def virtual_workers(self) -> int:
         """Number of virtual workers of the plan, which is known before the data are."""
         return self._session.job.plan.virtual_workers

@@ -5,7 +5,7 @@ import re
 import runpy
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -442,3 +442,14 @@ def test_a_break_out_of_the_batches_is_refused_before_a_worker_starts_unless_the
         job_of(main, tmp_path)
     (tmp_path / "script.py").write_text(SCRIPT.replace("accelerator.backward", "print"))
     job_of(main, tmp_path)
+
+
+def test_a_smoke_test_ends_the_loop_over_epochs(tmp_path: Path) -> None:
+    """Within an epoch, which has three steps."""
+    job = replace(job_of(Loop(), tmp_path), ends_after=2)
+    train_group(Loop(), job)
+    ledger = read_ledger(store_of(job))
+    assert ledger.steps["step"].to_pylist() == [0, 1]
+    end = last_event(ledger.events, EndEvent)
+    assert end is not None
+    assert end.step == 2

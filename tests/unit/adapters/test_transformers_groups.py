@@ -1,11 +1,12 @@
 """Tests of Hugging Face's Trainer in groups that end at any moment: the next one repeats what was not finished."""
 
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
-from adapters_kit import columns, renamed, store_of, train_here
+from adapters_kit import columns, job_of_script, renamed, store_of, train_group, train_here
 from tiny_lm import tiny_gpt
 from transformers import EarlyStoppingCallback
 from transformers_kit import Trained, arguments, train_in_groups
@@ -35,6 +36,15 @@ def test_a_group_may_end_in_an_evaluation_or_at_a_boundary(tmp_path: Path) -> No
     names = ("step", "loss", "grad_norm", "lr", "weights_digest")
     assert columns(job, *names) == columns(expected, *names)
     assert script.logs == undisturbed.logs
+
+
+def test_a_smoke_test_evaluates_and_saves_at_its_end(tmp_path: Path) -> None:
+    args = arguments(tmp_path / "out", max_steps=14, eval_steps=10, save_steps=10)
+    job = replace(job_of_script(Trained(Trainer, args), tmp_path), ends_after=3)
+    train_group(Trained(Trainer, args), job)
+    assert columns(job, "step") == [[0, 1, 2]]
+    assert events(job) == ([3], [3])
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["checkpoint-3"]
 
 
 def test_an_evaluation_that_stops_the_training_is_repeated_before_another_step(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ EXPECTED = EstimateEvent("L4", 10 * GIB, 11.2 * GIB, 22 * GIB, {"1": 1.7, "2": 0
 
 
 def test_without_an_estimate_there_is_nothing_to_compare() -> None:
-    assert estimates_of([MemoryEvent(1.0, 2.0)], ledger_of([step_of(0)]).steps) is None
+    assert estimates_of([MemoryEvent(1.0, 2.0, 3.0)], ledger_of([step_of(0)]).steps) is None
 
 
 def test_before_the_first_step_only_the_estimate_is_known() -> None:
@@ -28,7 +28,7 @@ def test_before_the_first_step_only_the_estimate_is_known() -> None:
 
 def test_the_duration_of_a_step_is_compared_at_the_number_of_workers_with_most_steps() -> None:
     steps = [step_of(0, world_size=1, compute_s=9.0), *(step_of(step, world_size=2) for step in range(1, 4))]
-    found = estimates_of([EXPECTED, MemoryEvent(9.5 * GIB, 12 * GIB)], ledger_of(steps).steps)
+    found = estimates_of([EXPECTED, MemoryEvent(2 * GIB, 9.5 * GIB, 12 * GIB)], ledger_of(steps).steps)
     assert found
     assert (found.measured_bytes, found.world_size, found.step_s) == (9.5 * GIB, 2, 0.9)
     assert found.measured_step_s == pytest.approx(1.0)
@@ -36,7 +36,7 @@ def test_the_duration_of_a_step_is_compared_at_the_number_of_workers_with_most_s
 
 
 def test_a_run_shows_both() -> None:
-    ledger = ledger_of([step_of(0)], [EXPECTED, MemoryEvent(9.5 * GIB, 12 * GIB)])
+    ledger = ledger_of([step_of(0)], [EXPECTED, MemoryEvent(2 * GIB, 9.5 * GIB, 12 * GIB)])
     summary = summarize(ledger, JobRecord("run"), now=0.0)
     console = Console(width=80)
     with console.capture() as shown:

@@ -22,7 +22,7 @@ from undula.errors import RunError, StorageError, SupersededError, UsageError
 from undula.recovery.worker_state import GroupEndedError, LeaveGroup, Request, WorkerState
 from undula.state import checkpoint
 from undula.state.commit import find_commits
-from undula.state.events import LogEvent, StartEvent, ValidationEvent, WarningEvent
+from undula.state.events import EndEvent, LogEvent, StartEvent, ValidationEvent, WarningEvent
 from undula.state.ledger import events_of, read_ledger
 from undula.state.spec import CheckpointSpec
 from undula.storage import Store
@@ -243,6 +243,23 @@ def test_a_group_that_fails_before_its_attempt_begins_leaves_the_state_under_its
     handed_over(until=2)
     assert worker.held.age == (3, 3)
     assert read_ledger(Store(job.run_url)).steps["attempt"].to_pylist()[:2] == [1, 1]
+
+
+def test_a_run_that_ends_before_its_plan_validates_and_saves_there_and_can_go_on(job: Job, tmp_path: Path) -> None:
+    """As in a smoke test: the steps are those of the whole plan, with its learning rates."""
+    whole = replace(job, run_url=str(tmp_path / "whole"), run_id=token_hex(8))
+    train(whole)
+    train(replace(job, ends_after=1))
+    store = Store(job.run_url)
+    ledger = read_ledger(store)
+    assert ledger.steps["lr"].to_pylist() == read_ledger(Store(whole.run_url)).steps["lr"].to_pylist()[:1]
+    assert [commit.step for commit in find_commits(store)[0]] == [1]
+    assert [event.step for event in events_of(ledger.events, EndEvent)] == [1]
+    train(replace(job, ends_after=1))
+    assert read_ledger(store).steps["step"].to_pylist() == [0], "there is no further step"
+    train(job)
+    expected = read_ledger(Store(whole.run_url)).steps
+    assert read_ledger(store).steps["weights_digest"].to_pylist()[-1] == expected["weights_digest"].to_pylist()[-1]
 
 
 def test_a_finished_run_holds_no_model(job: Job) -> None:

@@ -88,7 +88,7 @@ class Steps:
             is_unfinished: Whether the script's work after the last committed step must be repeated.
         """
         per_epoch = self._plan.steps_per_epoch
-        last = -(-self._plan.total_steps // per_epoch)
+        last = -(-self._run.last_step // per_epoch)
         current = max(self.done - 1, 0) // per_epoch
         if self.done != self._end_of(current):
             return range(self.done // per_epoch, last)
@@ -96,7 +96,7 @@ class Steps:
         return range(current + (not is_unfinished), last)
 
     def _end_of(self, epoch: int) -> int:
-        return min((epoch + 1) * self._plan.steps_per_epoch, self._plan.total_steps)
+        return min((epoch + 1) * self._plan.steps_per_epoch, self._run.last_step)
 
     def require_end_of(self, epoch: int) -> None:
         """Check that an epoch has ended.
@@ -153,7 +153,7 @@ class Steps:
             UsageError: The epoch has not ended.
         """
         self.require_end_of(epoch)
-        if self.done < self._plan.total_steps:
+        if self.done < self._run.last_step:
             self._run.stop("the script left its loop over epochs")
         self.end()
 

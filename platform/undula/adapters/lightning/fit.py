@@ -214,7 +214,7 @@ class _Fit:
         self._trainer.global_step, self._trainer.current_epoch = done, plan.step(done - 1).epoch
         if means is not None:
             self._end_validation(means)
-        if done % plan.steps_per_epoch == 0 or done == plan.total_steps:
+        if done % plan.steps_per_epoch == 0 or done == run.last_step:
             self._end_epoch()
         if self._trainer.should_stop:
             run.stop("the script set trainer.should_stop")

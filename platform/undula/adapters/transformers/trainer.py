@@ -303,6 +303,9 @@ class ElasticMixin(_Base):  # type: ignore[misc]
         in_epoch = min((shape.step_in_epoch + 1) * args.gradient_accumulation_steps, self._batches_per_epoch)
         self.state.global_step, self.state.epoch = index + 1, shape.epoch + in_epoch / self._batches_per_epoch
         self.control = self.callback_handler.on_step_end(args, self.state, self.control)
+        if index + 1 == run.last_step < plan.total_steps:  # a smoke test does now what is due later
+            self.control.should_evaluate |= args.eval_strategy != "no"
+            self.control.should_save |= args.save_strategy != "no"
         due = (self._tr_loss, self._grad_norm, model, None, shape.epoch, ignore_keys_for_eval, self._start_time)
         self._maybe_log_save_evaluate(*due, learning_rate=self._learning_rate)
         is_epoch = shape.step_in_epoch + 1 == plan.steps_per_epoch

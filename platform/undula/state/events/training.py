@@ -60,18 +60,23 @@ class EstimateEvent(Event):
 
 @dataclass(frozen=True)
 class MemoryEvent(Event):
-    """Memory that the first steps of a group have taken on a GPU."""
+    """Peak memory of the first worker after the first steps of a group."""
 
     KIND = "memory"
-    allocated_bytes: float
-    """Most memory that tensors have taken on the GPU of the first worker."""
-    reserved_bytes: float
-    """Most memory that torch has taken of this GPU."""
+    host_bytes: float
+    """Largest resident memory of the process, without that of its loader processes."""
+    allocated_bytes: float | None = None
+    """Most memory that tensors have taken on its GPU; None without a GPU."""
+    reserved_bytes: float | None = None
+    """Most memory that torch has taken of the GPU; None without a GPU."""
 
     @property
     def message(self) -> str:
-        tensors, taken = (f"{size / 2**30:.1f} GiB" for size in (self.allocated_bytes, self.reserved_bytes))
-        return f"Tensors take at most {tensors} on the GPU of the first worker, for which torch holds {taken}."
+        text = f"The first worker has a peak of {self.host_bytes / 2**30:.2f} GiB of host memory"
+        if self.allocated_bytes is None or self.reserved_bytes is None:
+            return f"{text}."
+        tensors, taken = (f"{size / 2**30:.2f} GiB" for size in (self.allocated_bytes, self.reserved_bytes))
+        return f"{text}, and of {tensors} of tensors on its GPU, for which torch holds {taken}."
 
 
 @dataclass(frozen=True)
