@@ -19,6 +19,7 @@ from forked_drivers import with_forked_drivers
 from waiting import wait_until
 
 from undula.cluster.local import LocalCluster, local_cluster
+from undula.plan.rates import read_rates
 from undula.state.processes import send_signal, signal_group
 from undula.storage import open_store
 from undula.testing.nodes import Nodes, nodes
@@ -138,6 +139,19 @@ def test_a_healthy_cluster_passes(two_nodes: Nodes, tmp_path: Path) -> None:
     assert max(map(abs, offsets_s)) < 0.5
     assert len(examined.facts["stored"]) == 3
     assert list((tmp_path / "runs").iterdir()) == [], "the doctor leaves files behind"
+
+
+@pytest.mark.soak
+def test_a_worker_and_the_link_between_two_are_measured(two_nodes: Nodes, tmp_path: Path) -> None:
+    file = tmp_path / "rates.json"
+    process = start(two_nodes.cluster, tmp_path / "runs", "--measure", str(file))
+    out, err = finish(process)
+    assert process.returncode == 0, out + err
+    rates = read_rates(file.read_text())
+    assert rates.rates.keys() == {"fp32", "bf16"}
+    assert rates.link is not None
+    assert rates.link.bytes_per_s > 1e7
+    assert f"undula plan JOB.yaml --rates {file}" in out
 
 
 def test_an_unwritable_runs_folder_is_reported_with_the_fix(two_nodes: Nodes, tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from undula.train.dry_run.storages import LiveStorages
 TIMES = 7
 """Number of times that a pass is timed, of which the median counts."""
 LONG_S = 0.15
-"""Seconds of a pass than which no larger one of its family is timed."""
+"""Seconds of a pass after which no larger one of its family is timed."""
 WAITING = 2.0
 """Duration of a pass, relative to that of the host's work, from which on a device that computes meanwhile decides."""
 
@@ -82,15 +82,15 @@ def measure(device: torch.device, compute: Compute) -> DeviceRates:
 
 
 def _timed(references: Iterator[Reference], compute: Compute, device: torch.device) -> Iterator[TimedPass]:
-    """Yield passes of references until one takes long."""
-    for reference in references:
+    """Yield passes of references until one takes long, and at least two."""
+    for number, reference in enumerate(references):
         reference.run(compute)
         with LiveStorages() as live:
             live.begin()
             reference.run(compute)
         seconds = median(_seconds(reference, compute, device) for _ in range(TIMES))
         yield TimedPass(live.flops, live.moved, live.operations, seconds)
-        if seconds > LONG_S:
+        if number and seconds > LONG_S:
             return
 
 
