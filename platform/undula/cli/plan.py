@@ -6,7 +6,16 @@ from typing import Any
 
 import click
 
-from undula.cli.options import FILE, FiniteRange, job_arguments, json_option, print_json, project_option, script_option
+from undula.cli.options import (
+    FILE,
+    FiniteRange,
+    job_arguments,
+    json_option,
+    positive_numbers,
+    print_json,
+    project_option,
+    script_option,
+)
 from undula.cli.prices import prices_option
 
 DEFAULT_GPUS = ("T4", "L4", "A10G", "L40S", "A100-40", "H100")
@@ -89,7 +98,7 @@ def plan(
         loaded,
         overrides,
         gpus or DEFAULT_GPUS,
-        _numbers(workers),
+        positive_numbers(workers, "--workers"),
         (latency_ms / 1e3, gbit * 1e9 / 8),
         load_prices(prices),
         interruptions,
@@ -111,16 +120,6 @@ def plan(
             )
         write_file(str(copy), applied(job, overrides, choice, planned).encode())
         click.echo(f"undula run {copy} --script {script or job.with_suffix('.py')}", err=as_json)
-
-
-def _numbers(text: str) -> list[int]:
-    try:
-        numbers = [int(each) for each in text.split(",")]
-    except ValueError:
-        numbers = [0]
-    if min(numbers) < 1:
-        raise click.BadParameter(f"{text} is not a list of positive numbers, such as 1,2,4", param_hint="--workers")
-    return numbers
 
 
 def _tree(candidate: Any) -> dict[str, Any]:

@@ -157,6 +157,27 @@ def measured(run: RecordedRun, workers: int, number: int, warmup: int) -> Round:
     return Round(number, workers, rate, float(samples.mean()), _scaled(seconds, float(samples.mean()) / rate))
 
 
+def of_other(seconds: Sequence[float], samples: float, workers: int, number: int, warmup: int) -> Round:
+    """Return the measurement of another training than Undula's.
+
+    Args:
+        seconds: Duration of each step.
+        samples: Samples in a step.
+        workers: Number of its workers.
+        number: Number of the round.
+        warmup: Number of steps at the beginning that do not count.
+
+    Raises:
+        RunError: It has too few steps.
+    """
+    if len(seconds) <= warmup:
+        raise RunError(
+            f"the command of --against has written {len(seconds)} steps, and the first {warmup} do not count; let it train for {{steps}} "
+            "steps"
+        )
+    return Round(number, workers, samples / median(seconds[warmup:]), samples, {})
+
+
 _MEASURED = ("compute_s", "communication_s", "wait_s", "data_s", "transfer_s")
 
 
