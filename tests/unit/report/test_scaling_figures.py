@@ -120,7 +120,7 @@ def test_oversubscribed_sizes_take_no_part_in_the_fit() -> None:
 
 
 def test_the_other_training_is_compared_within_each_round() -> None:
-    rounds = [round_of(number, 2, rate) for number, rate in enumerate((10.0, 20.0, 30.0), 1)]
+    rounds = [round_of(number, 2, rate) for number, rate in enumerate((10.0, 20.0, 90.0), 1)]
     others = [Round(number, 2, rate, 8.0, {}) for number, rate in enumerate((20.0, 20.0, 20.0), 1)]
     (size,) = scaling_of("job", False, 10, rounds, (), {}, others).sizes
     assert size.baseline is not None

@@ -79,7 +79,7 @@ def test_a_program_that_fails_or_does_not_end_is_named_with_its_last_lines(tmp_p
         other("echo a reason; exit 3")._train_other(2, 1, lambda line: None)
     began = time.monotonic()
     with pytest.raises(ClusterError, match=r"did not end within 1 s.*waiting"):
-        other(f"sleep 60 & echo $! > {tmp_path}/pid; echo waiting; wait", limit_s=1.0)._train_other(
+        other(f"setsid sleep 60 & echo $! > {tmp_path}/pid; echo waiting; wait", limit_s=1.0)._train_other(
             2, 1, lambda line: None
         )
     assert time.monotonic() - began < 30
