@@ -17,6 +17,7 @@ from undula.cli.options import (
     print_json,
     project_option,
     runs_option,
+    runtime_env_of,
     script_option,
     with_runs,
 )
@@ -121,7 +122,8 @@ def scaling(
 
     sizes = tuple(dict.fromkeys(positive_numbers(workers, "--workers")))
     overrides = with_runs(overrides, runs)
-    with having(job_environment(env, secrets, secret_files)):
+    public = runtime_env_of(runtime_env).get("env_vars", {})
+    with having(job_environment(env, secrets, secret_files, public)):
         loaded = load_spec(job, overrides)
         options = ("--script", str(script_of(job, script)), *_options(project, env, secrets, secret_files, runtime_env))
         plan = Bench(job, loaded, overrides, options, sizes, rounds, warmup + steps, weak, limit, address, against)
@@ -131,14 +133,15 @@ def scaling(
     facts = environment([record for _, record in records])
     report = scaling_of(loaded.spec.name, weak, steps, found, crowded, facts, others)
     same = None if weak or len(records) < 2 else sameness(records)
-    if page:
-        write_file(page, render_scaling(report, same, against).encode())
     if as_json:
         tree = {"same": same and same.as_json(), "against": against, "runs": plan.url, "page": page}
         print_json({**report.as_json(), **tree})
     else:
         print_scaling(report, same, against)
-        click.echo(f"runs: {plan.url}" + (f"\n{page}" if page else ""))
+        click.echo(f"runs: {plan.url}")
+    if page:  # after the report, which would be lost if the page cannot be written
+        write_file(page, render_scaling(report, same, against).encode())
+        click.echo(page, err=as_json)
     return int(same is not None and same.difference is not None)
 
 

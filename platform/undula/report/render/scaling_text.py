@@ -12,6 +12,8 @@ from undula.report.data.sameness import Sameness, workers_text
 from undula.report.data.scaling import CLASSES, Fit, Round, Scaling, Size, Throughput
 from undula.report.text import DASH, counted, duration, number, printable
 
+UNSTEADY = 0.1
+"""Relative difference between rounds above which a sentence warns."""
 LEAST_SHARE = 0.0005
 """Smallest share that a sentence names."""
 
@@ -102,6 +104,12 @@ def sentences(report: Scaling, same: Sameness | None, against: str | None) -> It
         yield (
             "The ratio is the throughput of this job divided by that of the other training in the same round. The other training is: "
             f"{printable(against, 1000)}"
+        )
+    apart = max(size.throughput.high / size.throughput.low - 1 for size in report.sizes)
+    if apart > UNSTEADY:
+        yield (
+            f"The slowest and the fastest round differ by up to {apart:.0%}, perhaps because other programs use the machines: differences "
+            "below that mean little."
         )
     if crowded := [size.workers for size in report.sizes if size.is_oversubscribed]:
         yield (
