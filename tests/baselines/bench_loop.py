@@ -81,7 +81,8 @@ def theirs(flags: tuple[str, ...], data: str, folder: str, name: str, options: a
         *(f"--model={json.dumps(options.model)}", f"--out={out}"),
     ]
     subprocess.run(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, check=True, stdout=subprocess.DEVNULL)
-    return differences(json.loads(out.read_text()))
+    seconds: list[float] = json.loads(out.read_text())["seconds"]
+    return seconds[SKIPPED_STEPS + 1 :]
 
 
 def differences(times: list[float]) -> list[float]:

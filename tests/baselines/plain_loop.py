@@ -4,10 +4,12 @@
     horovodrun -np 2 --gloo python tests/baselines/plain_loop.py --engine horovod --data URL --steps 150 --out times.json
 
 Same global batch, optimizer, clipping and schedule; rows from Parquet into memory, shuffled by DistributedSampler. DDP uses a GPU for
-each process if there are enough, over NCCL, and batches are then pinned.
+each process if there are enough, over NCCL, and batches are then pinned. The file has the seconds of each step and the samples in a step,
+as `undula bench scaling --against` reads them.
 """
 
 import argparse
+import itertools
 import json
 import math
 import os
@@ -114,7 +116,7 @@ def main() -> None:
     )
 
     is_mixed = options.compute == "bf16"
-    times = []
+    times = [time.perf_counter()]
     for step, (batch,) in zip(range(options.steps), loader, strict=False):
         text = batch.to(device, non_blocking=True).long()
         with torch.autocast(device.type, torch.bfloat16) if is_mixed else nullcontext():
@@ -125,9 +127,10 @@ def main() -> None:
             group["lr"] = options.lr * warmup * (0.55 + 0.45 * math.cos(math.pi * step / options.steps))
         engine.update()
         loss.item()
-        times.append(time.time())
+        times.append(time.perf_counter())
     if engine.rank == 0:
-        options.out.write_text(json.dumps(times))
+        seconds = [later - earlier for earlier, later in itertools.pairwise(times)]
+        options.out.write_text(json.dumps({"seconds": seconds, "samples": batch_size * engine.world_size}))
     engine.end()
 
 

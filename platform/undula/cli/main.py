@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import click
 
+from undula.cli.bench import bench
 from undula.cli.build_horovod import build_horovod
 from undula.cli.chaos import chaos
 from undula.cli.cluster import cluster
@@ -53,6 +54,7 @@ for command in (
     compare,
     export,
     study,
+    bench,
     chaos,
     cluster,
     doctor,

@@ -134,6 +134,21 @@ def mode_of(detach: bool, keep_alive: bool) -> "Mode":
     return "detach" if detach else "keep-alive" if keep_alive else "follow"
 
 
+def positive_numbers(text: str, option: str) -> list[int]:
+    """Return the numbers of a list such as `1,2,4`.
+
+    Raises:
+        click.BadParameter: The text is no such list; `option` has it.
+    """
+    try:
+        numbers = [int(each) for each in text.split(",")]
+    except ValueError:
+        numbers = [0]
+    if min(numbers) < 1:
+        raise click.BadParameter(f"{text} is not a list of positive numbers, such as 1,2,4", param_hint=option)
+    return numbers
+
+
 cluster_option = click.option(
     "--cluster",
     default=lambda: os.environ.get("RAY_ADDRESS", "auto"),

@@ -7,7 +7,15 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from undula.cli.options import FILE, FiniteRange, json_option, print_json, project_option, script_option
+from undula.cli.options import (
+    FILE,
+    FiniteRange,
+    json_option,
+    positive_numbers,
+    print_json,
+    project_option,
+    script_option,
+)
 from undula.cli.plan_options import job_or_model, size_options
 from undula.cli.prices import prices_option
 
@@ -96,7 +104,7 @@ def plan(
     from undula.cluster.prices import load_prices
     from undula.driver.plan_job import measured_in, plan_job, target_of
 
-    wanted, counts = target_of(target) if target else None, _numbers(workers)
+    wanted, counts = target_of(target) if target else None, positive_numbers(workers, "--workers")
     job, overrides, notes = job_or_model(arguments, size, counts, {"--script": script, "--apply": copy})
     measured = measured_in(rates) if rates else None
     planned = plan_job(
@@ -150,16 +158,6 @@ def _write_copy(copy: Path, job: Path, overrides: Sequence[str], planned: "Plann
     if choice is None:
         raise SpecError("command line: --apply has nothing to write, because no configuration fits and meets --target")
     write_file(str(copy), applied(job, overrides, choice, planned).encode())
-
-
-def _numbers(text: str) -> list[int]:
-    try:
-        numbers = [int(each) for each in text.split(",")]
-    except ValueError:
-        numbers = [0]
-    if min(numbers) < 1:
-        raise click.BadParameter(f"{text} is not a list of positive numbers, such as 1,2,4", param_hint="--workers")
-    return numbers
 
 
 def _tree(candidate: Any) -> dict[str, Any]:

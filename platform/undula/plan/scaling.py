@@ -1,4 +1,4 @@
-"""Laws of scaling: how much faster more workers are, and how long messages take. Pure, except that scipy computes quantiles.
+"""Laws of scaling: how much faster more workers are, and how long messages take. Pure.
 
 Amdahl (AFIPS 1967): with a share p of the time of one worker in parallel, W workers are 1 / (1 - p + p / W) times as fast. Gustafson (CACM
 31(5), 1988): if each worker brings as much work as one, they do 1 - p + p W times as much in the time, where p is the parallel share of
@@ -23,12 +23,12 @@ _SHARES: NDArray[np.float64] = np.concatenate([[0.0], 1 - np.logspace(0, -5, 400
 """Parallel shares among which a fit chooses, closer to each other towards 1, where speedups differ most."""
 
 
-def amdahl(parallel: float, workers: int) -> float:
+def amdahl(parallel: float, workers: float) -> float:
     """Return the speedup of some workers over one for the same work."""
     return 1 / (1 - parallel + parallel / workers)
 
 
-def gustafson(parallel: float, workers: int) -> float:
+def gustafson(parallel: float, workers: float) -> float:
     """Return how many times the work of one worker several do in the same time, each with as much work as the one."""
     return 1 - parallel + parallel * workers
 
@@ -80,13 +80,41 @@ def _fitted(logarithms: NDArray[np.float64], expected: NDArray[np.float64]) -> P
         logarithms: Logarithms of the measured durations; shape [measurements].
         expected: Logarithms that each share predicts, up to a constant for all measurements; shape [shares, measurements].
     """
-    from scipy.special import fdtri
-
     residuals = logarithms - expected
     errors = ((residuals - residuals.mean(1, keepdims=True)) ** 2).sum(1)
     best, freedom = errors.min(), len(logarithms) - 2
-    accepted = _SHARES[errors <= best * (1 + fdtri(1, freedom, CONFIDENCE) / freedom)]
+    # The quantile of F with 1 and n degrees of freedom is the square of Student's for both tails.
+    accepted = _SHARES[errors <= best * (1 + student_quantile(CONFIDENCE, freedom) ** 2 / freedom)]
     return ParallelShare(float(_SHARES[errors.argmin()]), float(accepted.min()), float(accepted.max()))
+
+
+def student_quantile(confidence: float, freedom: int) -> float:
+    """Return the number that a value of Student's distribution exceeds in size with probability 1 - `confidence`.
+
+    Args:
+        confidence: Probability from 0 to 1, without both ends.
+        freedom: Degrees of freedom, at least 1.
+    """
+    low, high = 0.0, math.pi / 2
+    for _ in range(60):  # halves the interval of the angle to the precision of a float
+        middle = (low + high) / 2
+        low, high = (middle, high) if _within(middle, freedom) < confidence else (low, middle)
+    return math.sqrt(freedom) * math.tan(low)
+
+
+def _within(angle: float, freedom: int) -> float:
+    """Return the probability that Student's t is between -x and x, for x = sqrt(freedom) tan(angle).
+
+    The sums are those of Abramowitz and Stegun, Handbook of Mathematical Functions, 1964, 26.7.3 and 26.7.4.
+    """
+    sine, cosine = math.sin(angle), math.cos(angle)
+    is_odd = freedom % 2
+    term = cosine if is_odd else 1.0
+    total = term if freedom > 1 else 0.0
+    for above in range(2 + is_odd, freedom - 1, 2):
+        term *= (above - 1) / above * cosine**2
+        total += term
+    return 2 / math.pi * (angle + sine * total) if is_odd else sine * total
 
 
 @dataclass(frozen=True)

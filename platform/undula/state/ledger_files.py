@@ -50,6 +50,8 @@ STEP_SCHEMA = pa.schema(
         ("blocked_s", pa.float64()),  # seconds before the step for which a checkpoint blocked training
         ("grad_norm", pa.float64()),  # norm of the step's gradient before clipping
         ("applied", pa.bool_()),  # whether the optimizer changed the weights
+        # part of communication_s: seconds for which ranks waited for the one that was ready last, mean over the ranks
+        ("wait_s", pa.float64()),
     ]
 )
 EVENT_SCHEMA = pa.schema(

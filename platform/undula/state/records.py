@@ -29,6 +29,7 @@ class StepRow:
     grad_norm: float | None = None
     applied: bool = True
     cells: int = 1
+    wait_s: float = 0.0
 
     @property
     def done(self) -> int:

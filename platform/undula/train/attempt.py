@@ -1,6 +1,7 @@
 """What one attempt of a run, from the start of a worker group to its end, has committed on a rank, and what it reports."""
 
 import math
+import os
 import sys
 import threading
 import time
@@ -76,8 +77,9 @@ class Attempt:
             self.report(WarningEvent("checkpoint_skipped", problem, step=restored.step))
         origin = restored.origin or None
         cells, world_size = layout.num_cells, layout.world_size
+        bits = same_bits, dict(arithmetic)
         self.report(
-            StartEvent(world_size, setup.attempt, origin, cells, same_bits, dict(arithmetic), step=restored.step)
+            StartEvent(world_size, setup.attempt, origin, cells, *bits, cores=os.cpu_count(), step=restored.step)
         )
 
     def compare_arithmetic(self, own: Arithmetic, restored: Restored) -> None:

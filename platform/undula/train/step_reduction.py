@@ -151,6 +151,11 @@ class LocalStep:
     logged: dict[str, list[tuple[float, float]]] = field(default_factory=dict)
     """Logged values and their weights, by name."""
 
+    @property
+    def ready_s(self) -> float:
+        """Seconds after which the rank had nothing left to do but communicate."""
+        return sum(self.seconds[name] for name in ("data_s", "transfer_s", "compute_s"))
+
 
 @dataclass(frozen=True)
 class StepTotals:
@@ -160,7 +165,7 @@ class StepTotals:
     """Sum of the loss over all samples of the step."""
     sample_digest: int
     seconds: dict[str, float]
-    """Mean durations over the ranks in seconds, by class."""
+    """Mean durations over the ranks in seconds, by class, and `wait_s`, for which ranks waited for the one that was ready last."""
     small_squares: float
     micro_batches: float
     grad_norm: float
@@ -209,16 +214,19 @@ class StepReducer:
             self._agree_on_names(local)
             sums = self._sum(local)
             next(sums)
-        ranks = dist.get_world_size(self._group)
+        ranks, ready = dist.get_world_size(self._group), next(sums)
         totals = {name: reduction.decode(next(sums), ranks) for name, reduction in self._fields}
         logged = {name: [EXACT_SUM.decode(next(sums), ranks) for _ in range(2)] for name in self._names}
         means = {name: total / weight for name, (total, weight) in logged.items() if weight > 0}
+        totals["seconds"]["wait_s"] = max(ready) - sum(ready) / ranks
         return self._total_type(**totals, logged=means)
 
     def _sum(self, local: LocalStep) -> Iterator[list[float]]:
-        """Return sums over the ranks: first the number of ranks with a new name, then each field, and last the
-        sum and the weight of each logged value."""
-        terms = [[float(any(name not in self._names for name in local.logged))]]
+        """Return sums over the ranks: first the number of ranks with a new name, then the seconds after which each rank was ready, which
+        has a place of its own, then each field, and last the sum and the weight of each logged value."""
+        ready = [0.0] * dist.get_world_size(self._group)
+        ready[dist.get_rank(self._group)] = local.ready_s
+        terms = [[float(any(name not in self._names for name in local.logged))], ready]
         terms += [list(reduction.encode(getattr(local, name))) for name, reduction in self._fields]
         for name in self._names:
             values = local.logged.get(name, [])

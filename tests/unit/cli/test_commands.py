@@ -226,8 +226,8 @@ def test_the_same_options_exist_where_they_make_sense() -> None:
         if not isinstance(command, click.Group)
     }
     of_runs = {"run", "logs", "stop", "chaos", "ls", "show", "verify", "report", "compare", "export", "doctor"}
-    of_runs |= {"study run", "study status", "study report"}
-    of_clusters = {"run", "ls", "logs", "stop", "study run"}
+    of_runs |= {"study run", "study status", "study report", "bench scaling"}
+    of_clusters = {"run", "ls", "logs", "stop", "study run", "bench scaling"}
     assert {name for name, options in names.items() if "--runs" in options} == of_runs
     assert {name for name, options in names.items() if "--address" in options} == of_clusters
     assert of_runs - {"run", "logs", "study run"} <= {name for name, options in names.items() if "--json" in options}

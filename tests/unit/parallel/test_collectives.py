@@ -26,6 +26,7 @@ def _reduce(rank: int, world_size: int) -> list[StepTotals]:
     first = LocalStep(losses=[rank + 1.0], sample_digest=2**64 - 1 - rank, logged={f"only rank {rank}": [(1.5, 2.0)]})
     wants = Wants(leaves=rank == 1, has_saved=rank > 0)
     second = LocalStep(losses=[], sample_digest=0, logged={"shared": [(float(rank), 1.0)]}, wants=wants)
+    second.seconds |= {"data_s": 0.25 * rank, "compute_s": 0.5 * rank, "communication_s": 8.0}
     return [reducer.reduce(first), reducer.reduce(second)]
 
 
@@ -38,6 +39,7 @@ def test_sums_are_exact_and_digests_wrap_at_64_bits() -> None:
     assert first.logged == {f"only rank {rank}": 1.5 for rank in range(3)}
     assert second.logged == {"shared": 1.0}
     assert second.wants == Wants(leaves=True)
+    assert (first.seconds["wait_s"], second.seconds["wait_s"]) == (0.0, 0.75)  # for the last rank, ready after 1.5 s
 
 
 SHARES = (4, 4, 3, 3, 2)

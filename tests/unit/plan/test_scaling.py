@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from undula.plan.scaling import Link, amdahl, fit_amdahl, fit_gustafson, fit_link, gustafson
+from undula.plan.scaling import Link, amdahl, fit_amdahl, fit_gustafson, fit_link, gustafson, student_quantile
 
 SIZES = (1, 2, 4, 8)
 
@@ -13,6 +13,13 @@ SIZES = (1, 2, 4, 8)
 )
 def test_amdahls_speedups(parallel: float, speedups: tuple[float, ...]) -> None:
     assert [amdahl(parallel, workers) for workers in (2, 4, 8, 64)] == pytest.approx(speedups, rel=2e-4)
+
+
+@pytest.mark.parametrize(
+    ("freedom", "quantile"), [(1, 6.3138), (2, 2.9200), (3, 2.3534), (4, 2.1318), (9, 1.8331), (30, 1.6973)]
+)
+def test_quantiles_are_those_of_students_table(freedom: int, quantile: float) -> None:
+    assert student_quantile(0.9, freedom) == pytest.approx(quantile, abs=5e-5)
 
 
 @pytest.mark.parametrize("parallel", [0.5, 0.9, 0.99, 1.0])

@@ -33,6 +33,7 @@ def recorded(
         "other_s": loss * 0 + 0.1, "sample_digest": index * 0,
         "time": index + 1.0, "logged": [json.dumps(logged or {})] * steps, "weights_digest": [None] * steps, "blocked_s": loss * 0,
         "merged_steps": index * 0 + 1, "cells": index * 0 + 2, "grad_norm": loss, "applied": [True] * steps,
+        "wait_s": loss * 0 + 0.1,
     }  # fmt: skip
     table = pa.table({field.name: pa.array(values[field.name]).cast(field.type) for field in STEP_SCHEMA})
     event_table = pa.Table.from_pylist([event.row() for event in events], schema=EVENT_SCHEMA)

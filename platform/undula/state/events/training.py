@@ -22,6 +22,8 @@ class StartEvent(Event):
     """Whether the run has the same bits at any number of workers whose arithmetic is equal."""
     arithmetic: Mapping[str, str] = field(default_factory=dict)
     """Properties of rank 0 that decide which bits it computes, by name."""
+    cores: int | None = None
+    """Number of logical processors that rank 0 may use; None if a former version has written the event."""
     step: int = field(kw_only=True)
 
     @property
