@@ -63,6 +63,8 @@ class PassCount:
     """What the other operations of both passes read and write."""
     operations: int
     """Number of operations of both passes."""
+    convolutions: int = 0
+    """Number of convolutions among them, which take the host longest."""
 
 
 def extrapolated(one: PassCount, other: PassCount, samples: int) -> PassCount:

@@ -4,11 +4,16 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from itertools import product
 
 import numpy as np
+from numpy.typing import NDArray
 
 from undula.plan.scaling import Link
 from undula.plan.step_time import DeviceRates
+
+LEAST_LEFT = 0.1
+"""Least part of a pass that is not the host's work, in case that noise of the smallest pass says otherwise."""
 
 
 @dataclass(frozen=True)
@@ -20,6 +25,7 @@ class TimedPass:
     moved_bytes: float
     """What the other operations have read and written."""
     operations: int
+    convolutions: int
     seconds: float
 
 
@@ -65,12 +71,26 @@ def fit_rates(passes: Sequence[TimedPass], operation_s: float, is_async: bool) -
         operation_s: Seconds for which the host is busy with an operation.
         is_async: Whether the device computes meanwhile.
     """
-    left = [each.seconds - (0.0 if is_async else operation_s * each.operations) for each in passes]
-    terms = np.array([(each.flops, each.moved_bytes) for each in passes]) / np.array(left)[:, None]
-    (flop_s, byte_s), *_ = np.linalg.lstsq(terms, np.ones(len(passes)), rcond=None)
-    if flop_s <= 0 or byte_s <= 0:  # one kind of operation explains all durations
-        best = min((0, 1), key=lambda column: np.square(terms[:, column] / terms[:, column].mean() - 1).sum())
-        share = terms[:, best].sum() / np.square(terms[:, best]).sum()
-        flop_s, byte_s = (share, 0.0) if best == 0 else (0.0, share)
-    rate_of = [math.inf if seconds <= 0 else 1 / float(seconds) for seconds in (flop_s, byte_s)]
-    return DeviceRates(rate_of[0], rate_of[1], operation_s, is_async)
+    host = [0.0 if is_async else operation_s * each.operations for each in passes]
+    left = [max(each.seconds - busy, LEAST_LEFT * each.seconds) for each, busy in zip(passes, host, strict=True)]
+    counts = np.array([(each.flops, each.moved_bytes, each.convolutions) for each in passes])
+    flop_s, byte_s, convolution_s = _fitted(counts / np.array(left)[:, None])
+    rates = [math.inf if seconds == 0 else 1 / seconds for seconds in (flop_s, byte_s)]
+    return DeviceRates(rates[0], rates[1], operation_s, convolution_s, is_async)
+
+
+def _fitted(terms: NDArray[np.float64]) -> list[float]:
+    """Return the factors, none of them negative, with which the columns add up to 1 in each row, by least squares.
+
+    Of few columns, each choice can be tried: the best one whose factors are not negative is the solution (Lawson and Hanson, Solving Least
+    Squares Problems, 1974, chapter 23).
+    """
+    columns, best, least = terms.shape[1], [0.0] * terms.shape[1], math.inf
+    for chosen in product((False, True), repeat=columns):
+        factors = np.zeros(columns)
+        mask = np.array(chosen)
+        factors[mask] = np.linalg.lstsq(terms[:, mask], np.ones(len(terms)), rcond=None)[0]
+        error = float(np.square(terms @ factors - 1).sum())
+        if (factors >= 0).all() and error < least:
+            best, least = factors.tolist(), error
+    return best

@@ -21,6 +21,8 @@ class DeviceRates:
     """Rate at which other operations read and write memory."""
     operation_s: float = 0.0
     """Seconds for which the host is busy with an operation."""
+    convolution_s: float = 0.0
+    """Further seconds of each convolution, beside those of its products."""
     is_async: bool = True
     """Whether the device computes while the host is busy with the next operations, as a GPU does."""
 
@@ -45,6 +47,7 @@ class StepSeconds:
 def passes_s(passes: PassCount, rates: DeviceRates) -> float:
     """Return the duration of the forward and the backward pass of a micro-batch."""
     busy = passes.flops / rates.flops_per_s + passes.moved_bytes / rates.bytes_per_s
+    busy += passes.convolutions * rates.convolution_s
     host = passes.operations * rates.operation_s
     return max(busy, host) if rates.is_async else busy + host
 

@@ -9,28 +9,29 @@ from undula.plan.rates import MeasuredRates, TimedPass, fit_rates, read_rates
 from undula.plan.scaling import Link
 from undula.plan.step_time import DeviceRates, passes_s
 
-FLOPS, BYTES, OPERATION_S = 50e9, 4e9, 20e-6
-COUNTS = ((1e9, 1e8, 100), (1e10, 2e8, 80), (5e8, 5e8, 200))
+FLOPS, BYTES, OPERATION_S, CONVOLUTION_S = 50e9, 4e9, 20e-6, 1e-3
+COUNTS = ((1e9, 1e8, 100, 0), (1e10, 2e8, 80, 0), (5e8, 5e8, 200, 0), (1e9, 2e8, 100, 20))
 
 
-def seconds(rates: DeviceRates, flops: float, moved: float, operations: int) -> float:
-    passes = PassCount(1, 0, 0, 0, 0, 0, int(flops), int(moved), operations)
+def seconds(rates: DeviceRates, flops: float, moved: float, operations: int, convolutions: int = 0) -> float:
+    passes = PassCount(1, 0, 0, 0, 0, 0, int(flops), int(moved), operations, convolutions)
     return passes_s(passes, rates)
 
 
 @pytest.mark.parametrize("is_async", [False, True])
 def test_the_rates_of_exact_passes_are_recovered(is_async: bool) -> None:
-    true = DeviceRates(FLOPS, BYTES, OPERATION_S, is_async)
+    true = DeviceRates(FLOPS, BYTES, OPERATION_S, CONVOLUTION_S, is_async)
     timed = [TimedPass(*each, seconds(true, *each)) for each in COUNTS]
     fitted = fit_rates(timed, OPERATION_S, is_async)
     assert fitted.flops_per_s == pytest.approx(FLOPS)
     assert fitted.bytes_per_s == pytest.approx(BYTES)
+    assert fitted.convolution_s == pytest.approx(CONVOLUTION_S)
     assert (fitted.operation_s, fitted.is_async) == (OPERATION_S, is_async)
 
 
 def test_noise_of_three_percent_moves_a_prediction_by_less_than_five() -> None:
-    true = DeviceRates(FLOPS, BYTES, OPERATION_S, is_async=False)
-    noise = (1.03, 0.97, 1.02)
+    true = DeviceRates(FLOPS, BYTES, OPERATION_S, CONVOLUTION_S, is_async=False)
+    noise = (1.03, 0.97, 1.02, 0.98)
     timed = [TimedPass(*each, seconds(true, *each) * off) for each, off in zip(COUNTS, noise, strict=True)]
     fitted = fit_rates(timed, OPERATION_S, is_async=False)
     for each in COUNTS:
@@ -38,7 +39,7 @@ def test_noise_of_three_percent_moves_a_prediction_by_less_than_five() -> None:
 
 
 def test_rates_that_one_kind_of_operation_explains_are_not_negative() -> None:
-    timed = [TimedPass(flops, 1e6 / flops, 10, flops / FLOPS) for flops in (1e9, 2e9, 4e9)]
+    timed = [TimedPass(flops, 1e6 / flops, 10, 0, flops / FLOPS) for flops in (1e9, 2e9, 4e9)]
     fitted = fit_rates(timed, 0.0, is_async=True)
     assert fitted.flops_per_s == pytest.approx(FLOPS, rel=1e-6)
     assert fitted.bytes_per_s == math.inf or fitted.bytes_per_s > 0

@@ -341,6 +341,7 @@ class _CountedStep(Step):
                 live.flops,
                 live.moved,
                 live.operations,
+                live.convolutions,
             )
         )
 

@@ -57,14 +57,15 @@ def transformers(device: torch.device) -> Iterator[Reference]:
 
 
 def convolutions(device: torch.device) -> Iterator[Reference]:
-    """Yield stacks of convolutions, from small to large."""
-    for channels, size, samples in ((8, 8, 1), (16, 32, 16), (32, 32, 16), (64, 32, 32), (64, 112, 64), (128, 112, 64)):
-        widths = (3, channels, channels, 2 * channels, 2 * channels)
-        layers: list[nn.Module] = []
+    """Yield networks of convolutions with four stages, each with twice the channels and half the size of the one before, from small to
+    large."""
+    for channels, size, samples in ((4, 8, 2), (16, 8, 8), (16, 16, 16), (32, 32, 8), (64, 64, 16), (64, 112, 64)):
+        widths = [channels, *(channels * 2**stage for stage in range(4) for _ in range(2))]
+        layers: list[nn.Module] = [nn.Conv2d(3, channels, 3, 1, 1)]
         for before, after in pairwise(widths):
-            stride = 1 if before == after or before == 3 else 2
-            layers += [nn.Conv2d(before, after, 3, stride, 1), nn.BatchNorm2d(after), nn.ReLU()]
-        module = nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(2 * channels, 10))
+            stride = 1 if before == after else 2
+            layers += [nn.Conv2d(before, after, 3, stride, 1, bias=False), nn.BatchNorm2d(after), nn.ReLU()]
+        module = nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(widths[-1], 10))
         yield Reference(module.to(device), torch.randn(samples, 3, size, size, device=device))
 
 
@@ -75,7 +76,7 @@ def measure(device: torch.device, compute: Compute) -> DeviceRates:
     """Measure the rates that a device reaches in models with a number format, which takes some seconds."""
     is_async = device.type != "cpu"
     timed = [[*_timed(family(device), compute, device)] for family in FAMILIES]
-    operation_s = median(passes[0].seconds / passes[0].operations for passes in timed)
+    operation_s = min(passes[0].seconds / passes[0].operations for passes in timed)
     larger = [each for passes in timed for each in passes[1:]]
     busy = [each for each in larger if not is_async or each.seconds > WAITING * operation_s * each.operations]
     return fit_rates(busy or larger, operation_s, is_async)
@@ -89,7 +90,7 @@ def _timed(references: Iterator[Reference], compute: Compute, device: torch.devi
             live.begin()
             reference.run(compute)
         seconds = median(_seconds(reference, compute, device) for _ in range(TIMES))
-        yield TimedPass(live.flops, live.moved, live.operations, seconds)
+        yield TimedPass(live.flops, live.moved, live.operations, live.convolutions, seconds)
         if number and seconds > LONG_S:
             return
 

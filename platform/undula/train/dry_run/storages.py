@@ -37,14 +37,15 @@ class LiveStorages(TorchDispatchMode):  # type: ignore[no-untyped-call]
         before: Bytes that were alive at `begin`.
         peak: Most bytes that were alive since `begin`.
         flops: Floating-point operations of matrix products, convolutions and attention since `begin`, two for a product and its sum.
-        moved: Bytes that other operations have read and written since `begin`.
+        moved: Bytes that other operations, and convolutions, have read and written since `begin`.
         operations: Number of operations since `begin`. Operations that only make views do not count.
+        convolutions: Number of convolutions and of their backward passes among them.
     """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.bytes = self.peak = 0
-        self.moved = self.flops = self.operations = 0
+        self.moved = self.flops = self.operations = self.convolutions = 0
         self.before = 0
         self._begins = False
         self._alive: dict[int, weakref.ref[torch.UntypedStorage]] = {}
@@ -53,7 +54,7 @@ class LiveStorages(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Begin to count anew, except for what is alive."""
         self._begins = False
         self.before = self.peak = self.bytes
-        self.moved = self.flops = self.operations = 0
+        self.moved = self.flops = self.operations = self.convolutions = 0
 
     def begin_with_next(self) -> None:
         """Begin to count anew with the next operation, when the script has freed what it replaces."""
@@ -96,9 +97,11 @@ class LiveStorages(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if func.is_view:
             return result
         self.operations += 1
+        is_convolution = "convolution" in func.name()
+        self.convolutions += is_convolution
         if formula := FORMULAS.get(func.overloadpacket):
             self.flops += formula(*args, **(kwargs or {}), out_val=result)
-        else:
+        if not formula or is_convolution:
             read = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
             self.moved += sum(tensor.numel() * tensor.itemsize for tensor in (*read, *made))
         return result
