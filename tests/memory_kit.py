@@ -13,7 +13,7 @@ from undula.train.run import Run
 from undula.train.single_process import SingleProcess
 
 
-def predicted(train: Callable[[Run], None], job: Job) -> tuple[Count, float]:
+def predicted(train: Callable[[Run], None], job: Job, on_gpu: bool = False) -> tuple[Count, float]:
     """Return what is counted of a job with its own settings, and the peak of a step on one rank in bytes."""
     plan = job.plan
     share = plan.global_batch // plan.virtual_workers
@@ -21,7 +21,7 @@ def predicted(train: Callable[[Run], None], job: Job) -> tuple[Count, float]:
     setting = Setting(job.precision.compute, job.activations, samples)
     counted = count(train, job, [setting])
     division = Division(plan.virtual_workers, -(-share // samples), 1)
-    return counted, peak(moments(counted.state, counted.passes[setting], division, on_gpu=False)).total
+    return counted, peak(moments(counted.state, counted.passes[setting], division, on_gpu)).total
 
 
 def measured(train: Callable[[Run], None], job: Job) -> int:

@@ -1,8 +1,10 @@
 """Models of many kinds, as train functions with a dataset of their own, whose memory is counted."""
 
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
@@ -10,6 +12,10 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from undula.train.run import Run
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "jobs"))
+from gpt import GPT, VOCABULARY, GPTConfig
+from resnet import ResNet18, ResNetConfig
 
 WORDS, LENGTH, PIXELS, CLASSES = 512, 48, 32, 10
 
@@ -195,7 +201,31 @@ class Masked(nn.Module):
         return torch.stack([self.head(F.relu(self.features(each[each[:, 0] > 0]))).mean(0) for each in pixels])
 
 
+class VisionTransformer(nn.Module):
+    """Classifier of patches of an image."""
+
+    def __init__(self, width: int = 64):
+        super().__init__()
+        self.patches = nn.Conv2d(3, width, 4, stride=4)
+        self.blocks, self.head = nn.Sequential(Block(width), Block(width)), nn.Linear(width, CLASSES)
+
+    def forward(self, images: Tensor) -> Tensor:
+        patches = self.patches(images).flatten(2).transpose(1, 2)
+        return self.head(self.blocks(patches).mean(1))  # type: ignore[no-any-return]
+
+
+def next_byte(model: nn.Module, words: Tensor) -> Tensor:
+    return next_word(model, words % VOCABULARY)
+
+
 MODELS: dict[str, Trained] = {
+    "the GPT of the main job": Trained(lambda: GPT(GPTConfig(layers=2, width=64, context=LENGTH)), next_byte),  # type: ignore[arg-type]
+    "the ResNet of the other job": Trained(
+        lambda: ResNet18(ResNetConfig(channels=3, classes=CLASSES, width=8)),
+        classified,
+        Images,  # type: ignore[arg-type]
+    ),
+    "a vision transformer": Trained(VisionTransformer, classified, Images),  # type: ignore[arg-type]
     "a perceptron": Trained(
         lambda: nn.Sequential(nn.Flatten(), nn.Linear(3 * PIXELS**2, 256), nn.ReLU(), nn.Linear(256, CLASSES)),
         classified,

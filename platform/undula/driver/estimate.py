@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from undula.config.job import JobSpec, LoadedSpec
 from undula.data.script.indexed import ScriptData
 from undula.driver.count_job import KEEPS, setting_of, sizes_of, uncounted
+from undula.driver.plan_job import overrides_of
 from undula.driver.record import job_of
 from undula.elastic.ray.gpu_memory import NodeGpu
 from undula.errors import SpecError
@@ -102,12 +103,14 @@ def _refusal(
     fitting = [*_that_fit(loaded, every, sizes, gpu)] if every else []
     if not fitting:
         return f"{text}, and neither activations.keep nor plan.micro_batch helps enough; use GPUs with more memory, or {anyway}"
-    # The fewest changes come first, then the fewest operations, then the largest micro-batch.
-    _, _, _, setting, needed = min(
-        (len([*_changes(setting, own)]), passes.flops / passes.samples, -passes.samples, setting, needed)
-        for setting, passes, needed in fitting
-    )
-    return f"{text}; set {' '.join(_changes(setting, own))}, which needs {needed / 2**30:.1f} GiB, or {anyway}"
+    setting, _, needed = min(fitting, key=lambda each: _distance(each[0], each[1], own))
+    changes = " ".join(overrides_of(setting, own))
+    return f"{text}; set {changes}, which needs {needed / 2**30:.1f} GiB, or {anyway}"
+
+
+def _distance(setting: Setting, passes: PassCount, own: Setting) -> tuple[int, float, int]:
+    """Return how far a setting is from the job's own: by its changes, its operations, and last the size of its micro-batch."""
+    return len(overrides_of(setting, own)), passes.flops / passes.samples, -setting.samples
 
 
 def _that_fit(
@@ -123,13 +126,3 @@ def _that_fit(
             needed = _needed(_most_bytes(every.state, passes, loaded))
             if needed <= gpu.memory_bytes:
                 yield Setting(setting_of(loaded.spec).compute, policy, size), passes, needed
-
-
-def _changes(setting: Setting, own: Setting) -> Iterator[str]:
-    """Yield the overrides that make another setting of the job's own."""
-    if setting.activations.keep != own.activations.keep:
-        yield f"activations.keep={setting.activations.keep}"
-    if setting.activations.offload != own.activations.offload:
-        yield f"activations.offload={str(setting.activations.offload).lower()}"
-    if setting.samples != own.samples:
-        yield f"plan.micro_batch={setting.samples}"

@@ -128,17 +128,20 @@ def plan_job(
     return Planned(own, counted, tuple(each for each in able if each.setting == own or _is_sensible(each)))
 
 
-def keys_of(candidate: Candidate[Setting], own: Setting) -> dict[str, Any]:
-    """Return the keys of the YAML that must change for a configuration, with their new values."""
-    setting = candidate.setting
-    values: dict[str, Any] = {"precision.compute": setting.compute, "activations.keep": setting.activations.keep}
-    if setting.activations.offload != own.activations.offload:
-        values["activations.offload"] = setting.activations.offload
-    had = {"precision.compute": own.compute, "activations.keep": own.activations.keep}
-    changed = {key: value for key, value in values.items() if had.get(key) != value}
-    if setting.samples != own.samples:
-        changed["plan.micro_batch"] = setting.samples
-    return changed
+def keys_of(setting: Setting, own: Setting) -> dict[str, Any]:
+    """Return the keys of the YAML that must change for a setting, with their new values."""
+    values = {
+        "precision.compute": (setting.compute, own.compute),
+        "activations.keep": (setting.activations.keep, own.activations.keep),
+        "activations.offload": (setting.activations.offload, own.activations.offload),
+        "plan.micro_batch": (setting.samples, own.samples),
+    }
+    return {key: new for key, (new, before) in values.items() if new != before}
+
+
+def overrides_of(setting: Setting, own: Setting) -> list[str]:
+    """Return the overrides of the YAML that make a setting of the job's own."""
+    return [f"{key}={str(value).lower()}" for key, value in keys_of(setting, own).items()]
 
 
 def applied(job: Path, overrides: Sequence[str], candidate: Candidate[Setting], planned: Planned) -> str:
@@ -148,7 +151,7 @@ def applied(job: Path, overrides: Sequence[str], candidate: Candidate[Setting], 
     """
     shown = (each.partition("=") for each in overrides if not has_secret(each))
     given = {key: yaml.safe_load(value) for key, _, value in shown}
-    values = {**given, **keys_of(candidate, planned.own), "workers.max": candidate.workers}
+    values = {**given, **keys_of(candidate.setting, planned.own), "workers.max": candidate.workers}
     if planned.counted.spec.workers.min > candidate.workers:
         values["workers.min"] = candidate.workers
     return with_values(job.read_text(encoding="utf-8"), values)

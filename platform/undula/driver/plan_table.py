@@ -7,7 +7,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from undula.driver.plan_job import keys_of
+from undula.driver.plan_job import overrides_of
 from undula.plan.candidates import Candidate, cheapest, fastest
 from undula.plan.gpus import GIB
 from undula.report.text import DASH
@@ -123,8 +123,7 @@ def cells_of(candidate: Candidate[Setting]) -> tuple[str, ...]:
 
 def _difference(candidate: Candidate[Setting], own: Setting) -> str:
     """Return the settings that differ from the job's, as the job's YAML writes them."""
-    changed = [f"{key}={value}" for key, value in keys_of(candidate, own).items()]
-    return " ".join(changed) or f"{candidate.workers} workers"
+    return " ".join(overrides_of(candidate.setting, own)) or f"{candidate.workers} workers"
 
 
 def gib_text(size: float) -> str:
