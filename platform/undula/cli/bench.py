@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import click
 
 from undula.cli.options import (
+    FILE,
     Commands,
     FiniteRange,
     address_option,
@@ -64,6 +65,12 @@ def bench() -> None:
     help="Shell command that trains the same in another way, in the same rounds. It has {workers}, {steps}, {out} and perhaps "
     "{global_batch} (docs/planning.md).",
 )
+@click.option(
+    "--rates",
+    type=FILE,
+    metavar="FILE",
+    help="Also show the throughput that follows from rates that `undula doctor --measure FILE` has measured.",
+)
 @click.option("--page", metavar="FILE", help="Also write an HTML page: a path or an s3:// URL.")
 @click.option(
     "--limit",
@@ -88,6 +95,7 @@ def scaling(
     steps: int,
     warmup: int,
     against: str | None,
+    rates: Path | None,
     page: str | None,
     limit: float,
     script: Path | None,
@@ -113,6 +121,7 @@ def scaling(
     """
     from undula.config.environment import having, job_environment
     from undula.config.job import load_spec, script_of
+    from undula.driver.plan_job import expected_rates, measured_in
     from undula.report.data.sameness import sameness
     from undula.report.data.scaling import environment, is_oversubscribed, scaling_of
     from undula.report.render.scaling_page import render_scaling
@@ -128,10 +137,13 @@ def scaling(
         options = ("--script", str(script_of(job, script)), *_options(project, env, secrets, secret_files, runtime_env))
         plan = Bench(job, loaded, overrides, options, sizes, rounds, warmup + steps, weak, limit, address, against)
         plan.check()
+        expected = {}
+        if rates:
+            expected = expected_rates(job, overrides, sizes, weak, measured_in(rates), script, project)
     records, found, others = _measure(plan, warmup)
     crowded = sorted({size for size, record in records if is_oversubscribed(record)})
     facts = environment([record for _, record in records])
-    report = scaling_of(loaded.spec.name, weak, steps, found, crowded, facts, others)
+    report = scaling_of(loaded.spec.name, weak, steps, found, crowded, facts, others, expected)
     same = None if weak or len(records) < 2 else sameness(records)
     if as_json:
         tree = {"same": same and same.as_json(), "against": against, "runs": plan.url, "page": page}

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from undula.config.job import JobSpec, LoadedSpec
 from undula.data.script.indexed import ScriptData
 from undula.driver.count_job import KEEPS, setting_of, sizes_of, uncounted
-from undula.driver.plan_job import overrides_of
+from undula.driver.plan_job import overrides_of, wire_of
 from undula.driver.record import job_of
 from undula.elastic.ray.gpu_memory import NodeGpu
 from undula.errors import SpecError
@@ -75,8 +75,7 @@ def _sizes(loaded: LoadedSpec) -> list[int]:
 
 def _division(spec: JobSpec, samples: int, workers: int) -> Division:
     share = spec.plan.global_batch // spec.plan.virtual_workers
-    wire = 1.0 if spec.gradient.compression == "none" else 0.5
-    return Division(spec.plan.virtual_workers, -(-share // samples), workers, wire)
+    return Division(spec.plan.virtual_workers, -(-share // samples), workers, wire_of(spec))
 
 
 def _most_bytes(state: StateCount, passes: PassCount, loaded: LoadedSpec) -> float:

@@ -10,7 +10,7 @@ from typing import Any, cast, get_args
 
 import yaml
 
-from undula.config.job import absolute_paths, load_spec, script_of
+from undula.config.job import JobSpec, absolute_paths, load_spec, script_of
 from undula.config.secrets import has_secret
 from undula.config.yaml_edit import with_values
 from undula.driver.count_job import JobCount, counted_by_script, setting_of, sizes_of
@@ -23,7 +23,7 @@ from undula.plan.precision import Compute
 from undula.plan.prices import Machine, Prices
 from undula.plan.rates import MeasuredRates, read_rates
 from undula.plan.scaling import Link
-from undula.plan.step_time import DeviceRates
+from undula.plan.step_time import DeviceRates, step_seconds
 from undula.train.dry_run.counting import Setting
 
 
@@ -120,12 +120,61 @@ def plan_job(
             f"command line: --workers has no number up to plan.virtual_workers, which is {most}; more workers have nothing to do"
         )
     own, kinds = setting_of(spec), _kinds(counted, sizes_of(spec))
-    wire = 1.0 if spec.gradient.compression == "none" else 0.5
-    workload = Workload(counted.state, kinds, spec.plan, counted.steps, wire, counted.tokens)
+    workload = Workload(counted.state, kinds, spec.plan, counted.steps, wire_of(spec), counted.tokens)
     between = measured.link if measured and measured.link else Link(*link)
     found = candidates(workload, offers, sensible, between, changes_per_hour, partial(_rates, measured))
     able = (each for each in found if not measured or _is_measured(each, measured))
     return Planned(own, counted, tuple(each for each in able if each.setting == own or _is_sensible(each)))
+
+
+def expected_rates(
+    job: Path,
+    overrides: Sequence[str],
+    sizes: Sequence[int],
+    is_weak: bool,
+    measured: MeasuredRates,
+    script: Path | None = None,
+    project: Path | None = None,
+) -> dict[int, float]:
+    """Return the samples per second of a job that follow from measured rates, by number of workers.
+
+    Args:
+        job: YAML of the job.
+        overrides: Overrides of the YAML.
+        sizes: Numbers of workers.
+        is_weak: Whether the plan of the job is the work of each worker, instead of all workers together.
+        measured: The rates.
+        script: Script of the job, unless it lies beside the YAML.
+        project: Folder in which packages lie that the script imports.
+
+    Raises:
+        SpecError: The job is invalid, its script cannot be run on this machine, or its number format was not measured.
+    """
+    given = [*overrides, *absolute_paths(load_spec(job, overrides).spec)]
+    counted = counted_by_script(script_of(job, script), job, given, project)
+    spec, own = counted.spec, setting_of(counted.spec)
+    if own.compute not in measured.rates or not (measured.link or max(sizes) == 1):
+        raise SpecError(
+            f"command line: --rates has no rates for {own.compute}, or no link; measure a worker with room for a second one"
+        )
+    found = {}
+    for workers in sizes:
+        factor = workers if is_weak else 1
+        plan = replace(
+            spec.plan,
+            virtual_workers=spec.plan.virtual_workers * factor,
+            global_batch=spec.plan.global_batch * factor,
+        )
+        division = Workload(counted.state, (), plan, counted.steps, wire_of(spec)).division(own.samples, workers)
+        link = measured.link or Link(0.0, math.inf)
+        step = step_seconds(counted.state, counted.passes[own], division, measured.rates[own.compute], link)
+        found[workers] = plan.global_batch / step.total
+    return found
+
+
+def wire_of(spec: JobSpec) -> float:
+    """Return the bytes of a number in the sums of a job's gradients, relative to those in a gradient."""
+    return 1.0 if spec.gradient.compression == "none" else 0.5
 
 
 def keys_of(setting: Setting, own: Setting) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from undula.errors import RunError
 from undula.report.data.run_record import JobRecord, RecordedRun
 from undula.report.data.sameness import sameness
 from undula.report.data.scaling import CLASSES, Round, environment, is_oversubscribed, measured, scaling_of
+from undula.report.render.scaling_text import sentences, throughput_table
 from undula.state.events import GroupEvent, StartEvent
 from undula.state.records import StepRow
 
@@ -167,3 +168,13 @@ def test_runs_that_promise_no_equal_bits_are_the_same_within_rounding() -> None:
     found = sameness([(1, ours), (2, other)])
     assert (found.identical, found.difference) == (False, None)
     assert "within rounding; not proved: that the weights equal" in found.sentence
+
+
+def test_what_was_expected_stands_beside_what_was_measured() -> None:
+    rounds = [round_of(number, workers, 10.0 * workers) for workers in (1, 2) for number in (1, 2)]
+    report = scaling_of("job", False, 60, rounds, (), {}, expected={1: 12.0, 2: 19.0})
+    assert [size.expected for size in report.sizes] == [12.0, 19.0]
+    head, rows = throughput_table(report)
+    assert [row[head.index("expected")] for row in rows] == ["12.00", "19.00"]
+    assert any(sentence.endswith("it is off by +20%, -5%.") for sentence in sentences(report, None, None))
+    assert "expected" not in throughput_table(scaling_of("job", False, 60, rounds, (), {}))[0]

@@ -2,8 +2,9 @@
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from statistics import fmean, median
+from types import MappingProxyType
 from typing import Any, Literal
 
 import numpy as np
@@ -68,6 +69,8 @@ class Size:
     """Throughput of the other training with the same number of workers."""
     ratio: float | None = None
     """Throughput as a multiple of the other training's, median over the rounds of the ratios within a round."""
+    expected: float | None = None
+    """Throughput in samples per second that was expected before the runs; None if none was."""
 
     @property
     def efficiency(self) -> float:
@@ -225,6 +228,7 @@ def scaling_of(
     oversubscribed: Sequence[int],
     environment: Mapping[str, str],
     others: Sequence[Round] = (),
+    expected: Mapping[int, float] = MappingProxyType({}),
 ) -> Scaling:
     """Return how a job scales.
 
@@ -236,13 +240,15 @@ def scaling_of(
         oversubscribed: Numbers of workers for which machines have too few cores.
         environment: Properties of the machines and libraries, by name.
         others: Measurements of another training.
+        expected: Throughput in samples per second that was expected, by number of workers.
     """
     by_size = {workers: [each for each in rounds if each.workers == workers] for workers in _sizes(rounds)}
     first = by_size[min(by_size)]
-    sizes = tuple(
-        _size(own, first, workers in oversubscribed, [each for each in others if each.workers == workers])
+    measured = {
+        workers: _size(own, first, workers in oversubscribed, [each for each in others if each.workers == workers])
         for workers, own in by_size.items()
-    )
+    }
+    sizes = tuple(replace(size, expected=expected.get(workers)) for workers, size in measured.items())
     counted = [size for size in sizes if not size.is_oversubscribed]
     fit, no_fit = _fit(is_weak, [each for size in counted for each in by_size[size.workers]], counted)
     return Scaling(name, is_weak, steps, max(each.number for each in rounds), sizes, fit, no_fit, dict(environment))

@@ -58,11 +58,14 @@ def title(report: Scaling) -> str:
 def throughput_table(report: Scaling) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
     """Return the head and the rows of the table with the throughput of each size."""
     has_other = any(size.baseline for size in report.sizes)
+    is_expected = any(size.expected for size in report.sizes)
     rows = []
     for size in report.sizes:
         other = (_rate(size.baseline), DASH if size.ratio is None else f"{size.ratio:.3f}") if has_other else ()
-        rows.append((_workers(size), *_figures(size), *other))
-    return ("workers", "samples/s", "range", "speedup", "efficiency", *(("other", "ratio") if has_other else ())), rows
+        expected = (number(size.expected),) if is_expected else ()
+        rows.append((_workers(size), *_figures(size), *expected, *other))
+    more = (*(("expected",) if is_expected else ()), *(("other", "ratio") if has_other else ()))
+    return ("workers", "samples/s", "range", "speedup", "efficiency", *more), rows
 
 
 def seconds_table(report: Scaling) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
@@ -100,6 +103,11 @@ def sentences(report: Scaling, same: Sameness | None, against: str | None) -> It
         yield f"No law of scaling is fitted: {report.no_fit}."
     if same:
         yield same.sentence
+    if offs := [size.expected / size.throughput.median - 1 for size in report.sizes if size.expected]:
+        yield (
+            "The expected throughput follows from what the script was counted to do and from the rates of --rates; it is off by "
+            f"{', '.join(f'{off:+.0%}' for off in offs)}."
+        )
     if against is not None:
         yield (
             "The ratio is the throughput of this job divided by that of the other training in the same round. The other training is: "
