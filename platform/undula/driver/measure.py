@@ -55,16 +55,30 @@ class Gauge:
         return address, Probe().free_port()
 
     def message_s(self, address: str, port: int, rank: int) -> list[float]:
-        """Send messages of SIZES to the other rank while it sends as much, and return the duration of each."""
-        device = reserved_device()
-        timeout = timedelta(seconds=LIMIT_S)
-        backend = "nccl" if device.type == "cuda" else "gloo"
-        store = TCPStore(address, port, 2, is_master=rank == 0, timeout=timeout)
-        dist.init_process_group(backend, store=store, rank=rank, world_size=2, timeout=timeout)
-        try:
-            return [median(_exchanged(size, 1 - rank, device) for _ in range(TIMES)) for size in SIZES]
-        finally:
-            dist.destroy_process_group()
+        """Return the durations of messages of SIZES, as `message_seconds` does."""
+        return message_seconds(reserved_device(), address, port, rank)
+
+
+def message_seconds(
+    device: torch.device, address: str, port: int, rank: int, sizes: Sequence[int] = SIZES
+) -> list[float]:
+    """Send messages to the other one of two ranks while it sends as much, and return the median duration for each size.
+
+    Args:
+        device: Device of the messages.
+        address: Address of rank 0 at which the ranks meet.
+        port: Port there.
+        rank: Rank of this process, 0 or 1.
+        sizes: Bytes of the messages.
+    """
+    timeout = timedelta(seconds=LIMIT_S)
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    store = TCPStore(address, port, 2, is_master=rank == 0, timeout=timeout)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=2, timeout=timeout)
+    try:
+        return [median(_exchanged(size, 1 - rank, device) for _ in range(TIMES)) for size in sizes]
+    finally:
+        dist.destroy_process_group()
 
 
 def _exchanged(size: int, peer: int, device: torch.device) -> float:
