@@ -242,7 +242,8 @@ def test_files_of_a_script_that_exists_only_as_a_copy_reach_the_run(cluster: Loc
     assert done.returncode == 0, done.stdout + done.stderr
     files = tmp_path / "runs" / "files" / "files"
     assert f"files that the script wrote: {files}" in done.stdout
-    names = {str(file.relative_to(files)) for file in files.rglob("*") if file.is_file()}
+    # A process that is killed while it writes leaves a part.
+    names = {str(file.relative_to(files)) for file in files.rglob("*") if file.is_file() and file.suffix != ".partial"}
     assert names == {"log.txt", "outputs/model.pt", "beside.txt"}
     # The process that took the place of the lost one has continued the file of the last checkpoint.
     steps = [int(line) for line in (files / "log.txt").read_text().split()]

@@ -23,17 +23,13 @@ def size_options(command: F) -> F:
             metavar="N",
             help="Plan a decoder-only transformer with about so many parameters, such as 7e9, in place of a job.",
         ),
-        click.option("--optimizer", default="adamw", show_default=True, metavar="NAME", help="Its optimizer."),
+        click.option("--optimizer", metavar="NAME", help="Its optimizer.  [default: adamw]"),
         click.option(
             "--layers", type=POSITIVE, metavar="N", help="Its layers.  [default: as GPT-3 of about this size]"
         ),
         click.option("--width", type=POSITIVE, metavar="N", help="Its width.  [default: by parameters and layers]"),
-        click.option(
-            "--context", type=POSITIVE, default=2048, show_default=True, metavar="N", help="Tokens of a sequence."
-        ),
-        click.option(
-            "--vocabulary", type=POSITIVE, default=50257, show_default=True, metavar="N", help="Tokens that it knows."
-        ),
+        click.option("--context", type=POSITIVE, metavar="N", help="Tokens of a sequence.  [default: 2048]"),
+        click.option("--vocabulary", type=POSITIVE, metavar="N", help="Tokens that it knows.  [default: 50257]"),
         click.option(
             "--global-batch",
             type=POSITIVE,
@@ -85,9 +81,11 @@ def job_or_model(
         raise SpecError(f"command line: {given} belongs to a job, and --parameters has none; remove one of them")
     from undula.driver.plan_model import GPT_JOB, ModelSize, model_job
 
-    made = model_job(ModelSize(**size), workers)
+    filled: dict[str, Any] = {name: _DEFAULTS.get(name) if value is None else value for name, value in size.items()}
+    made = model_job(ModelSize(**filled), workers)
     return GPT_JOB, (*made.overrides, *arguments), made.sentences
 
 
-_ALONE = ("layers", "width", "global_batch", "steps", "tokens")
-"""Options of the size of a model that have no default, so that a job beside them can be refused."""
+_DEFAULTS = {"optimizer": "adamw", "context": 2048, "vocabulary": 50257}
+_ALONE = ("layers", "width", "global_batch", "steps", "tokens", *_DEFAULTS)
+"""Options of the size of a model, which are refused beside a job."""

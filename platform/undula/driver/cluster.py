@@ -26,6 +26,7 @@ from undula.state.ledger import EventWriter
 from undula.storage import Store
 from undula.telemetry.hub import HubPublisher, start_hub
 from undula.telemetry.live import live_view
+from undula.train.script_file import ScriptFile
 
 
 def on_cluster(
@@ -95,7 +96,9 @@ def _estimate(loaded: LoadedSpec, train: TrainFunction, script_data: ScriptData 
         SpecError: A step does not fit into its memory.
     """
     workers = loaded.spec.workers
-    gpu = smallest_gpu() if workers.check_memory and workers.per_worker.get("GPU", 0) >= 1 else None
+    # A train function without a script is sent to the workers as it is, so that it must not run here.
+    is_wanted = workers.check_memory and workers.per_worker.get("GPU", 0) >= 1 and ScriptFile.of_this_process()
+    gpu = smallest_gpu(workers.per_worker) if is_wanted else None
     return estimate(train, loaded, script_data, gpu) if gpu else None
 
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from undula.config.job import JobSpec, LoadedSpec
 from undula.data.script.indexed import ScriptData
 from undula.driver.count_job import KEEPS, setting_of, sizes_of, uncounted
+from undula.driver.model_facts import without_breakpoints
 from undula.driver.plan_job import overrides_of, wire_of
 from undula.driver.record import job_of
 from undula.elastic.ray.gpu_memory import NodeGpu
@@ -59,8 +60,12 @@ def _counted(
     train: Callable[[Run], None], loaded: LoadedSpec, script_data: ScriptData | None, settings: Sequence[Setting]
 ) -> Count | None:
     try:
-        return count(train, job_of(loaded, "", script_data=script_data), settings, may_be_real=False)
-    except Exception as error:  # of the script, which cannot run without values, or has a part that is not modelled
+        with without_breakpoints():
+            return count(train, job_of(loaded, "", script_data=script_data), settings, may_be_real=False)
+    except (
+        Exception,
+        SystemExit,
+    ) as error:  # of the script, which may need values or a GPU, or has a part that is not modelled
         logging.getLogger("undula").info("the memory of a step is not known in advance: %s", error)
         return None
 
@@ -93,7 +98,6 @@ def _refusal(
 ) -> str:
     needs, has = (f"{size / 2**30:.1f} GiB" for size in (_needed(allocated), gpu.memory_bytes))
     text = f"a step needs about {needs} of GPU memory, but the cluster's {gpu.kind or 'smallest GPU'} has {has}"
-    anyway = "set workers.check_memory=false to try it all the same"
     own = setting_of(loaded.spec)
     policies = list(dict.fromkeys([own.activations, *(ActivationsSpec(keep=keep) for keep in KEEPS)]))
     sizes = [size for size in sizes_of(loaded.spec) if size <= own.samples]
@@ -101,10 +105,10 @@ def _refusal(
     every = _counted(train, loaded, script_data, asked)
     fitting = [*_that_fit(loaded, every, sizes, gpu)] if every else []
     if not fitting:
-        return f"{text}, and neither activations.keep nor plan.micro_batch helps enough; use GPUs with more memory, or {anyway}"
+        return f"{text}, and neither activations.keep nor plan.micro_batch helps enough; use GPUs with more memory"
     setting, _, needed = min(fitting, key=lambda each: _distance(each[0], each[1], own))
     changes = " ".join(overrides_of(setting, own))
-    return f"{text}; set {changes}, which needs {needed / 2**30:.1f} GiB, or {anyway}"
+    return f"{text}; set {changes}, which needs {needed / 2**30:.1f} GiB"
 
 
 def _distance(setting: Setting, passes: PassCount, own: Setting) -> tuple[int, float, int]:

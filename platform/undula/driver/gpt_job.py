@@ -63,7 +63,7 @@ class Sequences(Dataset[dict[str, Tensor]]):
     """Sequences of tokens, and of those that follow them."""
 
     def __init__(self, count: int, context: int):
-        self._count, self._tokens = count, torch.zeros(context, dtype=torch.long)
+        self._count, self._tokens = count, torch.zeros(context, dtype=torch.long, device="cpu")
 
     def __len__(self) -> int:
         return self._count

@@ -103,7 +103,7 @@ def plan_job(
         changes_per_hour: Number of times in an hour that a spot worker is taken.
         script: Script of the job, unless it lies beside the YAML.
         project: Folder in which packages lie that the script imports.
-        measured: Rates of a worker that were measured, which then is a kind of GPU as well, and whose link takes the place of `link`.
+        measured: Rates of a worker that were measured, which then is a kind of GPU as well, with its own link.
 
     Raises:
         SpecError: The job is invalid, or its script cannot be run on this machine.
@@ -111,7 +111,7 @@ def plan_job(
     given = [*overrides, *absolute_paths(load_spec(job, overrides).spec)]
     offers = [_offer(_gpu(name), prices) for name in gpus]
     if measured:
-        offers.append(Offer(_measured_gpu(measured), "", None, None))
+        offers.append(Offer(_measured_gpu(measured), "", None, None, measured.link))
     counted = counted_by_script(script_of(job, script), job, given, project)
     spec = counted.spec
     most = spec.plan.virtual_workers
@@ -121,8 +121,7 @@ def plan_job(
         )
     own, kinds = setting_of(spec), _kinds(counted, sizes_of(spec))
     workload = Workload(counted.state, kinds, spec.plan, counted.steps, wire_of(spec), counted.tokens)
-    between = measured.link if measured and measured.link else Link(*link)
-    found = candidates(workload, offers, sensible, between, changes_per_hour, partial(_rates, measured))
+    found = candidates(workload, offers, sensible, Link(*link), changes_per_hour, partial(_rates, measured))
     able = (each for each in found if not measured or _is_measured(each, measured))
     return Planned(own, counted, tuple(each for each in able if each.setting == own or _is_sensible(each)))
 
@@ -262,6 +261,6 @@ def _offer(gpu: Gpu, prices: Prices) -> Offer:
     found = []
     for machine, count in gpu.machines.items():
         quotes = [prices.quote(Machine(machine, market), market) for market in (ON_DEMAND, SPOT)]
-        hourly = [None if quote is None else quote.hourly / count for quote in quotes]
-        found.append(Offer(gpu, machine, *hourly))
+        on_demand, spot = (None if quote is None else quote.hourly / count for quote in quotes)
+        found.append(Offer(gpu, machine, on_demand, spot))
     return min(found, key=lambda offer: float("inf") if offer.hourly is None else offer.hourly)

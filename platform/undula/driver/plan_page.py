@@ -140,7 +140,7 @@ def render_plan(
     colors = {f"m-{part}": pair for part, (_, pair) in MEMORY.items()}
     colors |= {f"t-{part}": pair for part, (_, pair) in SECONDS.items()}
     colors |= {f"r-{place}": pair for place, pair in enumerate(COLORS)}
-    return render_page("plan.html", context, package=SHARED_PACKAGE, more_style=colors_css(colors))
+    return render_page("configurations.html", context, package=SHARED_PACKAGE, more_style=colors_css(colors))
 
 
 def _job_text(planned: Planned) -> str:

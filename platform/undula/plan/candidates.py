@@ -42,6 +42,8 @@ class Offer:
     """Price on demand of the worker in US dollars per hour; None if no price list has one."""
     hourly_spot: float | None
     """Its spot price."""
+    link: Link | None = None
+    """Measured link between two such workers; None for the one that the plan assumes."""
 
 
 @dataclass(frozen=True)
@@ -142,7 +144,8 @@ def candidates(
     for offer in offers:
         for kind in workload.kinds:
             for count in workers:
-                yield _candidate(workload, offer, kind, count, link, changes_per_hour, rates, least[kind.compute])
+                between = offer.link or link
+                yield _candidate(workload, offer, kind, count, between, changes_per_hour, rates, least[kind.compute])
 
 
 def _candidate(
@@ -223,7 +226,9 @@ class Target:
 def chosen(found: Sequence[Candidate[Setting]], target: Target | None) -> Candidate[Setting] | None:
     """Return the fastest configuration within a price, or else the cheapest one that meets the target; None if none does."""
     meeting = [each for each in found if target is None or target.is_met(each)]
-    return fastest(meeting) if target and target.kind == "dollars" else cheapest(meeting)
+    if target and target.kind == "dollars":
+        return fastest(meeting)
+    return cheapest(meeting) or fastest(meeting)  # a worker that was measured has no price
 
 
 def _prices(candidate: Candidate[Setting]) -> list[float]:

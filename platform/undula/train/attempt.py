@@ -79,7 +79,7 @@ class Attempt:
         cells, world_size = layout.num_cells, layout.world_size
         bits = same_bits, dict(arithmetic)
         self.report(
-            StartEvent(world_size, setup.attempt, origin, cells, *bits, cores=os.cpu_count(), step=restored.step)
+            StartEvent(world_size, setup.attempt, origin, cells, *bits, cores=_usable_cores(), step=restored.step)
         )
 
     def compare_arithmetic(self, own: Arithmetic, restored: Restored) -> None:
@@ -241,6 +241,11 @@ class Attempt:
             telemetry.close()
         elif telemetry:
             close_in_thread(telemetry.close)
+
+
+def _usable_cores() -> int:
+    has_affinity = hasattr(os, "sched_getaffinity")  # which macOS lacks
+    return len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count() or 1
 
 
 def _peak_resident_bytes() -> int:

@@ -27,7 +27,8 @@ def node(gpus: float, gib: str | None, kind: str = "L4", alive: bool = True) -> 
 def test_the_smallest_gpu_of_the_nodes_that_are_up_decides(monkeypatch: pytest.MonkeyPatch) -> None:
     nodes = [node(1, "22", "L4"), node(4, "14.7", "T4"), node(1, "8", alive=False), node(0, "4")]
     monkeypatch.setattr(gpu_memory.ray, "nodes", lambda: nodes)
-    assert smallest_gpu() == NodeGpu("T4", 14.7 * GIB)
+    assert smallest_gpu({"GPU": 1.0}) == NodeGpu("T4", 14.7 * GIB)
+    assert smallest_gpu({"GPU": 1.0, "accelerator_type:L4": 0.01}) == NodeGpu("L4", 22 * GIB), "where no worker fits"
 
 
 def test_without_a_node_the_types_that_the_autoscaler_can_start_decide(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -38,11 +39,11 @@ def test_without_a_node_the_types_that_the_autoscaler_can_start_decide(monkeypat
     }
     monkeypatch.setattr(gpu_memory.ray, "nodes", lambda: [node(0, None)])
     monkeypatch.setattr(gpu_memory, "config_of_cluster", lambda: {"available_node_types": types})
-    assert smallest_gpu() == NodeGpu("H100", 79.2 * GIB)
+    assert smallest_gpu({"GPU": 1.0}) == NodeGpu("H100", 79.2 * GIB)
     types["machine"] = {"resources": {"GPU": 1}, "labels": {MACHINE: "g6.2xlarge"}}
-    assert smallest_gpu() == NodeGpu("L4", GPUS["L4"].memory_bytes)
+    assert smallest_gpu({"GPU": 1.0}) == NodeGpu("L4", GPUS["L4"].memory_bytes)
     monkeypatch.setattr(gpu_memory, "config_of_cluster", lambda: None)
-    assert smallest_gpu() is None
+    assert smallest_gpu({"GPU": 1.0}) is None
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ from typing import Any
 
 import ray
 
+from undula.elastic.pure.nodes import workers_that_fit
 from undula.elastic.ray.cluster_gpus import config_of_cluster
 from undula.plan.fleet import GPU_GIB, MACHINE
 from undula.plan.gpus import gpu_of_machine
@@ -27,18 +28,23 @@ class NodeGpu:
     memory_bytes: float
 
 
-def smallest_gpu() -> NodeGpu | None:
-    """Return the GPU with the least memory of the nodes that are up, or else of those that the autoscaler can start; None if none tells.
+def smallest_gpu(per_worker: Mapping[str, float]) -> NodeGpu | None:
+    """Return the GPU with the least memory that a worker can get, given its resources: of the nodes that are up, or else of those that the
+    autoscaler can start. None if none tells.
 
     The label GPU_GIB of a node or a node type tells it. Other nodes are asked, and of other node types the label MACHINE tells the kind.
     """
     nodes: list[Mapping[str, Any]] = ray.nodes()  # type: ignore[no-untyped-call]
-    present = [node for node in nodes if node["Alive"] and node["Resources"].get("GPU", 0) > 0]
+    present = [node for node in nodes if node["Alive"] and workers_that_fit(node["Resources"], per_worker)]
     if present:
         told = [*_labelled((node["Resources"], node["Labels"]) for node in present), *_asked(present)]
     else:
         types = (config_of_cluster() or {}).get("available_node_types", {}).values()
-        startable = [each for each in types if each.get("max_workers") != 0]
+        startable = [
+            each
+            for each in types
+            if each.get("max_workers") != 0 and workers_that_fit(each.get("resources", {}), per_worker)
+        ]
         told = [
             *_labelled((each.get("resources", {}), each.get("labels", {})) for each in startable),
             *_of_machines(each.get("labels", {}) for each in startable),

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from undula.report.text import DASH, counted, duration
 from undula.state.events import EstimateEvent, Event, MemoryEvent
@@ -49,7 +50,9 @@ def estimates_of(events: Sequence[Event], steps: pa.Table) -> Estimates | None:
     expected = next((event for event in reversed(events) if isinstance(event, EstimateEvent)), None)
     if expected is None:
         return None
-    memory = next((event.allocated_bytes for event in reversed(events) if isinstance(event, MemoryEvent)), None)
+    later = (event for event in reversed(events) if isinstance(event, MemoryEvent) and event.time >= expected.time)
+    memory = next((event.allocated_bytes for event in later), None)
+    steps = steps.filter(pc.field("time") >= expected.time)
     sizes = np.asarray(steps["world_size"])
     counts = {int(size): int((sizes == int(size)).sum()) for size in expected.step_s}
     size = max(counts, key=lambda size: counts[size], default=None)

@@ -26,7 +26,7 @@ from undula.recovery.worker_state import LeaveGroup, WorkerState
 from undula.state.pieces import is_sharded
 from undula.train.boundary import StepBoundary
 from undula.train.dry_run.rehearsal import LocalSession, RehearsalLoop
-from undula.train.dry_run.storages import LiveStorages, storage_bytes
+from undula.train.dry_run.storages import LiveStorages, WithoutAttentionDropout, storage_bytes
 from undula.train.job import Job
 from undula.train.loop import TrainingLoop
 from undula.train.measurement import StepMeasurement, StepPhases
@@ -85,6 +85,7 @@ class CountingSession(LocalSession):
         placed: Callable[[int], None],
     ):
         super().__init__(replace(job, compile=False), device, worker)
+        self.rank, self.world_size = 1, 2  # so that a script does not do what rank 0 should do, such as writing files
         self._settings, self._stack, self._placed = settings, stack, placed
         self._fakes = FakeTensorMode(allow_non_fake_inputs=True) if is_fake else None
         self._live = LiveStorages()
@@ -110,7 +111,12 @@ class CountingSession(LocalSession):
         """Setting whose step has begun last; None before the first one."""
         return self._loop.begun if self._loop else None
 
+    def gather(self, value: object) -> list[Any]:
+        """Return the value for each rank of the group that this process pretends to be in."""
+        return [value] * self.world_size
+
     def _enter_modes(self) -> None:
+        self._stack.enter_context(WithoutAttentionDropout())
         if self._fakes is not None:
             self._stack.enter_context(self._fakes)
         self._stack.enter_context(self._live)

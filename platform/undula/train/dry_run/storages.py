@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
@@ -105,6 +106,21 @@ class LiveStorages(TorchDispatchMode):  # type: ignore[no-untyped-call]
             read = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
             self.moved += sum(tensor.numel() * tensor.itemsize for tensor in (*read, *made))
         return result
+
+
+class WithoutAttentionDropout(TorchFunctionMode):
+    """Leaves the dropout of `scaled_dot_product_attention` out.
+
+    On the CPU, torch has no kernel with dropout that saves memory and computes all weights of an attention; those of GPUs do not.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if func is torch.nn.functional.scaled_dot_product_attention:
+            names = ("attn_mask", "dropout_p", "is_causal")  # which may be given by position
+            kwargs = {**dict(zip(names, args[3:], strict=False)), **kwargs, "dropout_p": 0.0}
+            args = args[:3]
+        return func(*args, **kwargs)
 
 
 def storage_bytes(tensors: Any) -> int:
