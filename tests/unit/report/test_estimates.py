@@ -11,7 +11,7 @@ from undula.report.render.terminal import run_tables
 from undula.state.events import EstimateEvent, MemoryEvent
 
 GIB = 2**30
-EXPECTED = EstimateEvent("L4", 10 * GIB, 11.2 * GIB, 22 * GIB, {"1": 1.7, "2": 0.9})
+EXPECTED = EstimateEvent("L4", 10 * GIB, 11.2 * GIB, 22 * GIB, {"1": 1.7, "2": 0.9}, time=-1.0)
 
 
 def test_without_an_estimate_there_is_nothing_to_compare() -> None:
@@ -33,6 +33,13 @@ def test_the_duration_of_a_step_is_compared_at_the_number_of_workers_with_most_s
     assert (found.measured_bytes, found.world_size, found.step_s) == (9.5 * GIB, 2, 0.9)
     assert found.measured_step_s == pytest.approx(1.0)
     assert found.lines()[1] == ("step", "1 s", "median with 2 workers; 0.9 s expected")
+
+
+def test_what_an_earlier_submission_has_measured_is_not_compared() -> None:
+    events = [MemoryEvent(2 * GIB, 6 * GIB, 7 * GIB, time=-2.0), EXPECTED]
+    found = estimates_of(events, ledger_of([step_of(0, time=-3.0)]).steps)
+    assert found
+    assert (found.measured_bytes, found.measured_step_s) == (None, None)
 
 
 def test_a_run_shows_both() -> None:
