@@ -178,11 +178,13 @@ def convolutional() -> nn.Module:
 class HuggingFaces(nn.Module):
     """Decoder of transformers, which may also return the keys and values that it would need to generate text."""
 
-    def __init__(self, use_cache: bool):
+    def __init__(self, use_cache: bool, dropout: float = 0.0):
         super().__init__()
         from transformers import GPT2Config, GPT2LMHeadModel
 
-        config = GPT2Config(vocab_size=WORDS, n_positions=LENGTH, n_embd=64, n_layer=3, n_head=4, use_cache=use_cache)
+        # A count leaves the dropout of attention out, because the kernels of GPUs need no memory for it. Those of the CPU do.
+        sizes = {"vocab_size": WORDS, "n_positions": LENGTH, "n_embd": 64, "n_layer": 3, "n_head": 4}
+        config = GPT2Config(**sizes, use_cache=use_cache, attn_pdrop=dropout)
         self.model = GPT2LMHeadModel(config)
 
     def forward(self, words: Tensor) -> Tensor:

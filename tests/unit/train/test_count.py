@@ -7,7 +7,7 @@ import pytest
 import torch
 from conformance_cases import OTHERS, TORCH, write_job
 from memory_kit import measured, predicted
-from memory_models import MODELS, Trained
+from memory_models import MODELS, HuggingFaces, Trained
 
 from undula.config.job import load_spec
 from undula.data.script.dataset import script_data
@@ -171,3 +171,11 @@ def test_units_that_the_model_does_not_have_are_refused(tmp_path: Path) -> None:
 )
 def test_tokens_are_the_length_of_integer_tensors(tensors: list[torch.Tensor], length: int | None) -> None:
     assert length_of(tensors, 3) == length
+
+
+def test_dropout_of_attention_takes_no_memory_as_on_a_gpu(tmp_path: Path) -> None:
+    peaks = []
+    for dropout in (0.0, 0.1):
+        train = replace(MODELS["Hugging Face's decoder"], make_model=lambda p=dropout: HuggingFaces(False, p))
+        peaks.append(predicted(train, job_of(train, tmp_path))[1])
+    assert peaks[0] == peaks[1]
