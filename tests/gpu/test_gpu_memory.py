@@ -1,4 +1,4 @@
-"""Tests that the memory and the duration of a step on a GPU are those that are known in advance."""
+"""Tests that a step on a GPU takes the memory and the time that were predicted for it."""
 
 from dataclasses import replace
 from pathlib import Path

@@ -62,10 +62,8 @@ def _counted(
     try:
         with without_breakpoints():
             return count(train, job_of(loaded, "", script_data=script_data), settings, may_be_real=False)
-    except (
-        Exception,
-        SystemExit,
-    ) as error:  # of the script, which may need values or a GPU, or has a part that is not modelled
+    except (Exception, SystemExit) as error:
+        # The script may need values or a GPU, which the driver does not have, or it has a part that is not modelled.
         logging.getLogger("undula").info("the memory of a step is not known in advance: %s", error)
         return None
 

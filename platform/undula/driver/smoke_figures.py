@@ -73,7 +73,7 @@ def refuse_full_disk(spec: JobSpec, checkpoint_bytes: int, present: int, free_by
         free_bytes: Free space of the folder.
 
     Raises:
-        StorageError: The space is too small for those that the run keeps, and the one that it writes.
+        StorageError: The folder has too little space for the checkpoints that the run keeps and for the next one.
     """
     most = spec.checkpoint.keep + 1 + (spec.checkpoint.keep_best is not None)
     needed, free_bytes = most * checkpoint_bytes, free_bytes + present * checkpoint_bytes

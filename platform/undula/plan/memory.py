@@ -60,7 +60,7 @@ class PassCount:
     flops: int
     """Operations of matrix products, convolutions and attention in both passes, two for each product and its sum."""
     moved_bytes: int
-    """What the other operations of both passes read and write."""
+    """What convolutions, and operations without products, read and write in both passes."""
     operations: int
     """Number of operations of both passes."""
     convolutions: int = 0

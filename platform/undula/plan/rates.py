@@ -18,12 +18,12 @@ LEAST_LEFT = 0.1
 
 @dataclass(frozen=True)
 class TimedPass:
-    """A forward and a backward pass of a model, as it was counted and timed."""
+    """Count and duration of the forward and the backward pass of a model for one batch."""
 
     flops: float
     """Operations of matrix products, convolutions and attention."""
     moved_bytes: float
-    """What the other operations have read and written."""
+    """What convolutions and operations without products have read and written."""
     operations: int
     convolutions: int
     seconds: float

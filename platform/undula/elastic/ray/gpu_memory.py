@@ -29,10 +29,13 @@ class NodeGpu:
 
 
 def smallest_gpu(per_worker: Mapping[str, float]) -> NodeGpu | None:
-    """Return the GPU with the least memory that a worker can get, given its resources: of the nodes that are up, or else of those that the
-    autoscaler can start. None if none tells.
+    """Return the GPU with the least memory on which a worker may be placed; None if the memory of no GPU is known.
 
-    The label GPU_GIB of a node or a node type tells it. Other nodes are asked, and of other node types the label MACHINE tells the kind.
+    The nodes that are up count, or those that the autoscaler can start if none is up. The label GPU_GIB gives the memory. A node without
+    the label is asked for it, and for a node type without it, it follows from the machine type.
+
+    Args:
+        per_worker: Resources of a worker.
     """
     nodes: list[Mapping[str, Any]] = ray.nodes()  # type: ignore[no-untyped-call]
     present = [node for node in nodes if node["Alive"] and workers_that_fit(node["Resources"], per_worker)]
