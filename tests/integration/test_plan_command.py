@@ -11,7 +11,7 @@ from jobs_kit import LANGUAGE_MODEL
 
 from undula.plan.rates import MeasuredRates
 from undula.plan.scaling import Link
-from undula.plan.step_time import DeviceRates
+from undula.plan.work import DeviceRates
 
 JOB = LANGUAGE_MODEL.with_suffix(".yaml")
 
@@ -171,7 +171,8 @@ def test_a_job_or_a_size_is_given_and_not_both(arguments: tuple[str, ...], sente
 
 def test_a_measured_worker_is_planned_like_a_gpu(text: str, tmp_path: Path) -> None:
     file = tmp_path / "rates.json"
-    rates = MeasuredRates("own", 8 * 2**30, {"fp32": DeviceRates(1e12, 1e11, 1e-6)}, Link(1e-3, 1e8))
+    fp32 = {"fp32": DeviceRates(1e12, 1e11, 1e-6)}
+    rates = MeasuredRates("own", 8 * 2**30, 1.0, fp32, fp32, 2, Link(1e-3, 1e8))
     file.write_text(rates.as_json())
     done = plan(text, "--rates", str(file), "--workers", "1,2", "--json", "config.model.layers=1")
     assert done.returncode == 0, done.stderr

@@ -4,11 +4,15 @@ import sys
 import time
 from dataclasses import asdict
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
 from undula.cli.options import FILE, cluster_option, counted, json_option, print_json, runs_option
 from undula.state.defaults import default_runs
+
+if TYPE_CHECKING:
+    from undula.plan.work import DeviceRates
 
 
 @click.command(short_help="Examine a running cluster before a job holds its GPUs.")
@@ -21,15 +25,22 @@ from undula.state.defaults import default_runs
     metavar="FILE",
     help="Measure instead how fast a worker computes and sends, and write it to FILE for `undula plan --rates`. No job may run.",
 )
+@click.option(
+    "--cpus",
+    type=click.FloatRange(min=0),
+    default=1.0,
+    show_default=True,
+    help="CPUs of a worker that --measure measures, as workers.cpus.",
+)
 @json_option
-def doctor(cluster: str, runs: str | None, rates: Path | None, as_json: bool) -> int:
+def doctor(cluster: str, runs: str | None, rates: Path | None, cpus: float, as_json: bool) -> int:
     """Examine the versions, GPUs, network, clocks, storage and token of a running cluster.
 
     This takes less than a minute and can be done while jobs run. Each problem is printed with its fix, and the exit status is 1 if a check
     fails.
     """
     if rates is not None:
-        _measure(cluster, rates, as_json)
+        _measure(cluster, rates, cpus, as_json)
         return 0
     from rich.console import Console
 
@@ -53,7 +64,7 @@ def doctor(cluster: str, runs: str | None, rates: Path | None, as_json: bool) ->
     return int(count["fail"] > 0)
 
 
-def _measure(cluster: str, file: Path, as_json: bool) -> None:
+def _measure(cluster: str, file: Path, cpus: float, as_json: bool) -> None:
     """Measure a worker of a cluster, and write and show its rates."""
     from rich.console import Console
 
@@ -61,14 +72,20 @@ def _measure(cluster: str, file: Path, as_json: bool) -> None:
     from undula.storage import write_file
 
     with Console(file=sys.stderr).status("connecting ...") as line:
-        found = measure_cluster(cluster, line.update)
+        found = measure_cluster(cluster, cpus, line.update)
     write_file(str(file), found.as_json().encode())
     if as_json:
         print_json(asdict(found))
         return
     for compute, rates in found.rates.items():
-        figures = f"{rates.flops_per_s / 1e9:,.0f} GFLOP/s, {rates.bytes_per_s / 1e9:,.1f} GB/s"
-        click.echo(f"{found.device}, {compute}: {figures}, {rates.operation_s * 1e6:.0f} µs an operation")
+        click.echo(f"{found.device}, {compute}: {_figures(rates)}")
+        if found.workers_per_node > 1:
+            click.echo(f"  with {found.workers_per_node} workers on its node: {_figures(found.full[compute])}")
     if found.link:
         click.echo(f"link: {found.link.latency_s * 1e3:.2f} ms, {found.link.bytes_per_s * 8e-9:.2f} Gbit/s")
     click.echo(f"undula plan JOB.yaml --rates {file}")
+
+
+def _figures(rates: "DeviceRates") -> str:
+    figures = f"{rates.flops_per_s / 1e9:,.0f} GFLOP/s, {rates.bytes_per_s / 1e9:,.1f} GB/s"
+    return f"{figures}, {rates.operation_s * 1e6:.0f} µs an operation"

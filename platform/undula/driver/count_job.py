@@ -89,8 +89,8 @@ def counted_by_script(script: Path, job: Path, overrides: Sequence[str], project
     result = json.loads(line.removeprefix(MARK))
     return JobCount(
         TypeAdapter(JobSpec).validate_python({**result["spec"], "config": {}}),
-        StateCount(**result["state"]),
-        {_setting(setting): PassCount(**passes) for setting, passes in result["passes"]},
+        TypeAdapter(StateCount).validate_python(result["state"]),
+        {_setting(setting): TypeAdapter(PassCount).validate_python(passes) for setting, passes in result["passes"]},
         result["is_fake"],
         result["steps"],
         result["tokens"],

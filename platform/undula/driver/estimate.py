@@ -111,7 +111,7 @@ def _refusal(
 
 def _distance(setting: Setting, passes: PassCount, own: Setting) -> tuple[int, float, int]:
     """Return how far a setting is from the job's own: by its changes, its operations, and last the size of its micro-batch."""
-    return len(overrides_of(setting, own)), passes.flops / passes.samples, -setting.samples
+    return len(overrides_of(setting, own)), passes.work.flops / passes.samples, -setting.samples
 
 
 def _that_fit(

@@ -15,13 +15,14 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from undula.cluster.examine import connect
 from undula.cluster.probe import Probe
+from undula.elastic.pure.nodes import workers_that_fit
 from undula.elastic.ray.environment import variables_of_worker
 from undula.elastic.ray.gpus import reserved_device
 from undula.errors import ClusterError, one_line
 from undula.plan.precision import Compute
 from undula.plan.rates import MeasuredRates
 from undula.plan.scaling import Link, fit_link
-from undula.plan.step_time import DeviceRates
+from undula.plan.work import DeviceRates
 from undula.train.dry_run.reference import measure
 
 SIZES = (0, 2**16, 2**20, 4 * 2**20, 16 * 2**20)
@@ -92,11 +93,13 @@ def _exchanged(size: int, peer: int, device: torch.device) -> float:
     return time.perf_counter() - began
 
 
-def measure_cluster(address: str, log: Callable[[str], None]) -> MeasuredRates:
-    """Measure a worker of a cluster, and the link between two of them: on two nodes, if the cluster has two that are alike.
+def measure_cluster(address: str, cpus: float, log: Callable[[str], None]) -> MeasuredRates:
+    """Measure a worker of a cluster, alone and beside as many others as its node has room for, and the link between two workers: on two
+    nodes, if the cluster has two that are alike.
 
     Args:
         address: Address of the head, HOST:PORT; `auto` for the cluster of this machine.
+        cpus: Number of CPUs of a worker.
         log: Function that shows which measurement is running.
 
     Raises:
@@ -105,41 +108,48 @@ def measure_cluster(address: str, log: Callable[[str], None]) -> MeasuredRates:
     _, nodes = connect(address)
     try:
         has_gpus = any(node["Resources"].get("GPU", 0) for node in nodes)
-        resources = {"CPU": 1.0, **({"GPU": 1.0} if has_gpus else {})}
-        gauges = _gauges(nodes, resources)
+        worker = {"CPU": cpus, **({"GPU": 1.0} if has_gpus else {})}
+        able = [node for node in nodes if workers_that_fit(node["Resources"], worker)]
+        if not able:
+            raise ClusterError("no node of the cluster has room for a worker; start a worker node, and measure again")
+        node, alike = able[0], [each for each in able[1:] if _sizes(each) == _sizes(able[0])]
+        room = workers_that_fit(node["Resources"], worker)
+        first, *others = (_gauge(node, worker) for _ in range(room))
+        name, memory = _answer(first.device.remote())
         log("measuring a worker ...")
-        name, memory = _answer(gauges[0].device.remote())
-        rates = _answer(gauges[0].rates.remote())
+        rates = full = _answer(first.rates.remote())
+        if others:
+            log(f"measuring {room} workers of a node at once ...")
+            full, *_ = [_answer(each) for each in [gauge.rates.remote() for gauge in (first, *others)]]
         log("measuring the link between two workers ...")
-        return MeasuredRates(name, memory, rates, _link(gauges) if len(gauges) > 1 else None)
+        second = _gauge(alike[0], worker) if alike else next(iter(others), None)
+        link = _link(first, second) if second else None
+        return MeasuredRates(name, memory, cpus, rates, full, room, link)
     finally:
         ray.shutdown()
 
 
-def _gauges(nodes: Sequence[Mapping[str, Any]], resources: Mapping[str, float]) -> list[Any]:
-    """Start gauges on two nodes that have the resources, or two on one node, or one if there is no room for more."""
-    able = [node for node in nodes if all(node["Resources"].get(name, 0) >= some for name, some in resources.items())]
-    if not able:
-        raise ClusterError("no node of the cluster has room for a worker; start a worker node, and measure again")
-    two = (able * 2)[:2]
-    if len(able) == 1 and any(able[0]["Resources"][name] < 2 * some for name, some in resources.items()):
-        two = able
+def _sizes(node: Mapping[str, Any]) -> dict[str, float]:
+    """Return what a node has that makes its workers fast: CPUs, GPUs and their kind."""
+    has = node["Resources"]
+    return {name: some for name, some in has.items() if name in ("CPU", "GPU") or name.startswith("accelerator_type")}
+
+
+def _gauge(node: Mapping[str, Any], worker: Mapping[str, float]) -> Any:
+    """Start a gauge with the resources of a worker on a node."""
     actor: Any = ray.remote(Gauge)
-    environment = {"env_vars": variables_of_worker(resources)}
-    return [
-        actor.options(
-            num_cpus=resources["CPU"],
-            num_gpus=resources.get("GPU", 0),
-            runtime_env=environment,
-            scheduling_strategy=NodeAffinitySchedulingStrategy(node["NodeID"], soft=False),
-        ).remote()
-        for node in two
-    ]
+    options = actor.options(
+        num_cpus=worker["CPU"],
+        num_gpus=worker.get("GPU", 0),
+        runtime_env={"env_vars": variables_of_worker(worker)},
+        scheduling_strategy=NodeAffinitySchedulingStrategy(node["NodeID"], soft=False),
+    )
+    return options.remote()
 
 
-def _link(gauges: Sequence[Any]) -> Link:
-    meet = _answer(gauges[0].address.remote())
-    asked = [gauge.message_s.remote(*meet, rank) for rank, gauge in enumerate(gauges)]
+def _link(first: Any, second: Any) -> Link:
+    meet = _answer(first.address.remote())
+    asked = [gauge.message_s.remote(*meet, rank) for rank, gauge in enumerate((first, second))]
     seconds = [_answer(each) for each in asked]
     return fit_link(SIZES, [max(pair) for pair in zip(*seconds, strict=True)])
 

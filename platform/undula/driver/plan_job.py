@@ -23,7 +23,8 @@ from undula.plan.precision import Compute
 from undula.plan.prices import Machine, Prices
 from undula.plan.rates import MeasuredRates, read_rates
 from undula.plan.scaling import Link
-from undula.plan.step_time import DeviceRates, step_seconds
+from undula.plan.step_time import step_seconds
+from undula.plan.work import DeviceRates
 from undula.train.dry_run.counting import Setting
 
 
@@ -119,6 +120,8 @@ def plan_job(
         raise SpecError(
             f"command line: --workers has no number up to plan.virtual_workers, which is {most}; more workers have nothing to do"
         )
+    if measured:
+        _check_cpus(measured, spec)
     own, kinds = setting_of(spec), _kinds(counted, sizes_of(spec))
     workload = Workload(counted.state, kinds, spec.plan, counted.steps, wire_of(spec), counted.tokens)
     found = candidates(workload, offers, sensible, Link(*link), changes_per_hour, partial(_rates, measured))
@@ -152,6 +155,7 @@ def expected_rates(
     given = [*overrides, *absolute_paths(load_spec(job, overrides).spec)]
     counted = counted_by_script(script_of(job, script), job, given, project)
     spec, own = counted.spec, setting_of(counted.spec)
+    _check_cpus(measured, spec)
     if own.compute not in measured.rates or not (measured.link or max(sizes) == 1):
         raise SpecError(
             f"command line: --rates has no rates for {own.compute}, or no link; measure a worker with room for a second one"
@@ -166,7 +170,7 @@ def expected_rates(
         )
         division = Workload(counted.state, (), plan, counted.steps, wire_of(spec)).division(own.samples, workers)
         link = measured.link or Link(0.0, math.inf)
-        step = step_seconds(counted.state, counted.passes[own], division, measured.rates[own.compute], link)
+        step = step_seconds(counted.state, counted.passes[own], division, measured.of(own.compute, workers), link)
         found[workers] = plan.global_batch / step.total
     return found
 
@@ -245,14 +249,27 @@ def _measured_gpu(measured: MeasuredRates) -> Gpu:
     return Gpu(measured.device, measured.memory_bytes / GIB, tflops, known["fp32"].bytes_per_s / 1e9, {})
 
 
+def _check_cpus(measured: MeasuredRates, spec: JobSpec) -> None:
+    """Refuse rates of workers with another number of CPUs, which computes at another rate and is another number of workers on a node.
+
+    Raises:
+        SpecError: The rates are those of such workers.
+    """
+    if measured.cpus != spec.workers.cpus:
+        raise SpecError(
+            f"command line: --rates is about workers with {measured.cpus:g} CPUs, and workers.cpus is {spec.workers.cpus:g}; measure "
+            f"with `undula doctor --measure FILE --cpus {spec.workers.cpus:g}`"
+        )
+
+
 def _is_measured(candidate: Candidate[Setting], measured: MeasuredRates) -> bool:
     """Return whether the rates of a configuration were measured, if it is one of the measured device."""
     return candidate.offer.gpu.title != measured.device or candidate.setting.compute in measured.rates
 
 
-def _rates(measured: MeasuredRates | None, gpu: Gpu, compute: str) -> DeviceRates:
+def _rates(measured: MeasuredRates | None, gpu: Gpu, compute: str, workers: int) -> DeviceRates:
     if measured and gpu.title == measured.device and compute in measured.rates:
-        return measured.rates[compute]
+        return measured.of(compute, workers)
     return rates_of(gpu, compute)
 
 

@@ -9,7 +9,8 @@ from undula.plan.gpus import CONTEXT_BYTES, MARGIN, Gpu
 from undula.plan.memory import Division, Parts, PassCount, StateCount, moments, peak
 from undula.plan.plan import PlanSpec
 from undula.plan.scaling import Link
-from undula.plan.step_time import DeviceRates, StepSeconds, step_seconds
+from undula.plan.step_time import StepSeconds, step_seconds
+from undula.plan.work import DeviceRates
 
 MATMUL_EFFICIENCY = 0.6
 """Share of the peak of a GPU's data sheet that large matrix products reach in a model."""
@@ -25,8 +26,8 @@ Setting = TypeVar("Setting")
 TargetKind = Literal["hours", "dollars", "samples/s", "tokens/s"]
 
 
-def rates_of(gpu: Gpu, compute: str) -> DeviceRates:
-    """Return the rates that a GPU probably reaches in a model."""
+def rates_of(gpu: Gpu, compute: str, _workers: int = 1) -> DeviceRates:
+    """Return the rates that a GPU probably reaches in a model, with any number of workers."""
     flops = gpu.tflops[compute] * 1e12 * MATMUL_EFFICIENCY  # type: ignore[index]
     return DeviceRates(flops, gpu.gb_per_s * 1e9 * MEMORY_EFFICIENCY, LAUNCH_S)
 
@@ -126,7 +127,7 @@ def candidates(
     workers: Sequence[int],
     link: Link,
     changes_per_hour: float,
-    rates: Callable[[Gpu, str], DeviceRates] = rates_of,
+    rates: Callable[[Gpu, str, int], DeviceRates] = rates_of,
 ) -> Iterator[Candidate[Setting]]:
     """Yield all configurations.
 
@@ -136,11 +137,11 @@ def candidates(
         workers: Numbers of workers.
         link: Link between two workers.
         changes_per_hour: Number of times in an hour that a spot worker is taken.
-        rates: Function that returns the rates of a GPU in a number format.
+        rates: Function that returns the rates of a GPU in a number format if some workers train.
     """
     least: dict[str, float] = {}
     for each in workload.kinds:
-        least[each.compute] = min(least.get(each.compute, inf), each.passes.flops / each.passes.samples)
+        least[each.compute] = min(least.get(each.compute, inf), each.passes.work.flops / each.passes.samples)
     for offer in offers:
         for kind in workload.kinds:
             for count in workers:
@@ -155,20 +156,21 @@ def _candidate(
     workers: int,
     link: Link,
     changes_per_hour: float,
-    rates: Callable[[Gpu, str], DeviceRates],
+    rates: Callable[[Gpu, str, int], DeviceRates],
     flops_of_sample: float,
 ) -> Candidate[Setting]:
-    passes, device = kind.passes, rates(offer.gpu, kind.compute)
+    passes, compute = kind.passes, kind.compute
     division = workload.division(passes.samples, workers)
     memory = peak(moments(workload.state, passes, division, context=CONTEXT_BYTES))
-    step = step_seconds(workload.state, passes, division, device, link)
+    step = step_seconds(workload.state, passes, division, rates(offer.gpu, compute, workers), link)
     batch = workload.plan.global_batch
-    alone = step_seconds(workload.state, passes, workload.division(passes.samples, 1), device, link)
+    single = workload.division(passes.samples, 1)
+    alone = step_seconds(workload.state, passes, single, rates(offer.gpu, compute, 1), link)
     speed = batch / step.total
     hours = workload.steps * step.total / 3600
     # Of each hour, the changes of all workers take their outages.
     goodput = 1 / (1 + changes_per_hour * workers * OUTAGE_S / 3600)
-    peak_flops = offer.gpu.tflops[kind.compute] * 1e12 * workers  # type: ignore[index]
+    peak_flops = offer.gpu.tflops[compute] * 1e12 * workers  # type: ignore[index]
     return Candidate(
         offer,
         kind.setting,

@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from functools import lru_cache
 
 from undula.plan.tree import Fold, assign, roots
+from undula.plan.work import Work
 
 BUCKET_BYTES = 25 * 2**20
 """Maximum size of a bucket of gradients of several parameters."""
@@ -34,8 +35,8 @@ class StateCount:
     """State of the optimizer."""
     update_bytes: int
     """Peak of an update, beside all of these."""
-    update_moved_bytes: int
-    """What an update reads and writes."""
+    update: Work
+    """What an update computes."""
 
     @property
     def bucket_bytes(self) -> int:
@@ -57,14 +58,8 @@ class PassCount:
     """Peak of the backward pass of a virtual worker's first micro-batch, including its gradient, which did not exist before."""
     later_bytes: int
     """Peak of the backward pass of a later micro-batch, beside the gradient."""
-    flops: int
-    """Operations of matrix products, convolutions and attention in both passes, two for each product and its sum."""
-    moved_bytes: int
-    """What convolutions, and operations without products, read and write in both passes."""
-    operations: int
-    """Number of operations of both passes."""
-    convolutions: int = 0
-    """Number of convolutions among them, which take the host longest."""
+    work: Work
+    """What both passes compute."""
 
 
 def extrapolated(one: PassCount, other: PassCount, samples: int) -> PassCount:
@@ -73,9 +68,11 @@ def extrapolated(one: PassCount, other: PassCount, samples: int) -> PassCount:
     values = {
         field.name: max(round(before + share * (after - before)), 0)
         for field in fields(PassCount)
+        if field.name != "work"
         for before, after in [(getattr(one, field.name), getattr(other, field.name))]
     }
-    return PassCount(**values)
+    work = one.work * (1 - share) + other.work * share
+    return PassCount(**values, work=Work(*(max(term, 0.0) for term in work.terms)))
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from undula.plan.scaling import Link
-from undula.plan.step_time import DeviceRates
+from undula.plan.work import DeviceRates, Work
 
 LEAST_LEFT = 0.1
 """Least part of a pass that is not the host's work, in case that noise of the smallest pass says otherwise."""
@@ -18,14 +18,9 @@ LEAST_LEFT = 0.1
 
 @dataclass(frozen=True)
 class TimedPass:
-    """Count and duration of the forward and the backward pass of a model for one batch."""
+    """Work and duration of the forward and the backward pass of a model for one batch."""
 
-    flops: float
-    """Operations of matrix products, convolutions and attention."""
-    moved_bytes: float
-    """What convolutions and operations without products have read and written."""
-    operations: int
-    convolutions: int
+    work: Work
     seconds: float
 
 
@@ -37,10 +32,22 @@ class MeasuredRates:
     """Name of its device, for people."""
     memory_bytes: float
     """Memory of the device."""
+    cpus: float
+    """Number of CPUs that a worker has."""
     rates: Mapping[str, DeviceRates]
-    """Rates by number format."""
+    """Rates by number format of a worker that is alone on its node."""
+    full: Mapping[str, DeviceRates]
+    """Rates of a worker whose node has as many of them as it has room for, which share caches, memory and the power of a chip."""
+    workers_per_node: int
+    """Number of workers for which a node has room."""
     link: Link | None
     """Link between two workers; None if it was not measured."""
+
+    def of(self, compute: str, workers: int) -> DeviceRates:
+        """Return the rates in a number format of a worker if some workers train, of which a node has as many as it has room for."""
+        together = min(workers, self.workers_per_node)
+        share = (together - 1) / max(self.workers_per_node - 1, 1)
+        return self.rates[compute].mixed(self.full[compute], share)
 
     def as_json(self) -> str:
         """Return the content of the file."""
@@ -55,9 +62,14 @@ def read_rates(text: str) -> MeasuredRates:
     """
     try:
         tree = json.loads(text)
-        rates = {compute: DeviceRates(**each) for compute, each in tree["rates"].items()}
+        alone, full = (
+            {compute: DeviceRates(**each) for compute, each in tree[kind].items()} for kind in ("rates", "full")
+        )
+        if missing := alone.keys() ^ full.keys():
+            raise KeyError(*missing)
         link = None if tree["link"] is None else Link(**tree["link"])
-        return MeasuredRates(str(tree["device"]), float(tree["memory_bytes"]), rates, link)
+        memory, cpus, room = float(tree["memory_bytes"]), float(tree["cpus"]), int(tree["workers_per_node"])
+        return MeasuredRates(str(tree["device"]), memory, cpus, alone, full, room, link)
     except (KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{type(error).__name__}: {error}") from error
 
@@ -71,12 +83,13 @@ def fit_rates(passes: Sequence[TimedPass], operation_s: float, is_async: bool) -
         operation_s: Seconds for which the host is busy with an operation.
         is_async: Whether the device computes meanwhile.
     """
-    host = [0.0 if is_async else operation_s * each.operations for each in passes]
+    host = [0.0 if is_async else operation_s * each.work.operations for each in passes]
     left = [max(each.seconds - busy, LEAST_LEFT * each.seconds) for each, busy in zip(passes, host, strict=True)]
-    counts = np.array([(each.flops, each.moved_bytes, each.convolutions) for each in passes])
-    flop_s, byte_s, convolution_s = _fitted(counts / np.array(left)[:, None])
+    works = [each.work for each in passes]
+    counts = np.array([(each.flops, each.moved_bytes, each.convolutions, each.kernel_bytes) for each in works])
+    flop_s, byte_s, convolution_s, kernel_byte_s = _fitted(counts / np.array(left)[:, None])
     rates = [math.inf if seconds == 0 else 1 / seconds for seconds in (flop_s, byte_s)]
-    return DeviceRates(rates[0], rates[1], operation_s, convolution_s, is_async)
+    return DeviceRates(rates[0], rates[1], operation_s, convolution_s, kernel_byte_s, is_async)
 
 
 def _fitted(terms: NDArray[np.float64]) -> list[float]:

@@ -6,25 +6,10 @@ from math import ceil
 from undula.plan.memory import BUCKET_BYTES, Division, PassCount, StateCount
 from undula.plan.scaling import Link
 from undula.plan.tree import assign
+from undula.plan.work import DeviceRates, Work
 
 BACKWARD_SHARE = 2 / 3
 """Share of the backward pass in both passes, which has two products for each one of the forward pass."""
-
-
-@dataclass(frozen=True)
-class DeviceRates:
-    """Rates that a device reaches in the steps of a model."""
-
-    flops_per_s: float
-    """Rate of matrix products, convolutions and attention."""
-    bytes_per_s: float
-    """Rate at which other operations read and write memory."""
-    operation_s: float = 0.0
-    """Seconds for which the host is busy with an operation."""
-    convolution_s: float = 0.0
-    """Further seconds of each convolution, beside those of its products."""
-    is_async: bool = True
-    """Whether the device computes while the host is busy with the next operations, as a GPU does."""
 
 
 @dataclass(frozen=True)
@@ -36,20 +21,13 @@ class StepSeconds:
     communication: float
     """Exchange of gradients, as far as no backward pass hides it."""
     update: float
+    """Sums of the gradients of virtual workers, and the optimizer's step."""
     data: float = 0.0
     """Waiting for samples."""
 
     @property
     def total(self) -> float:
         return self.compute + self.communication + self.update + self.data
-
-
-def passes_s(passes: PassCount, rates: DeviceRates) -> float:
-    """Return the duration of the forward and the backward pass of a micro-batch."""
-    busy = passes.flops / rates.flops_per_s + passes.moved_bytes / rates.bytes_per_s
-    busy += passes.convolutions * rates.convolution_s
-    host = passes.operations * rates.operation_s
-    return max(busy, host) if rates.is_async else busy + host
 
 
 def step_seconds(
@@ -71,12 +49,22 @@ def step_seconds(
         samples_per_s: Rate at which each worker reads samples.
     """
     virtual_workers, ranks = division.virtual_workers, min(division.world_size, division.virtual_workers)
-    longest = max(map(len, assign(virtual_workers, ranks))) * division.micro_batches
-    each = passes_s(passes, rates)
+    longest_range = max(map(len, assign(virtual_workers, ranks)))
+    longest = longest_range * division.micro_batches
+    each = rates.seconds(passes.work)
     wire = state.gradient_bytes * division.wire
     exchange = link.exchange_s(wire, virtual_workers, ranks)
     # All buckets but the last one, which is sent only after the backward pass, travel while the last backward pass computes.
     hidden = each * BACKWARD_SHARE * (1 - 1 / max(ceil(wire / BUCKET_BYTES), 1))
-    update = state.update_moved_bytes / rates.bytes_per_s
+    update = rates.seconds(sums(state.gradient_bytes, longest_range) + state.update)
     read = longest * passes.samples / samples_per_s
     return StepSeconds(longest * each, max(exchange - hidden, 0.0), update, max(read - longest * each, 0.0))
+
+
+def sums(gradient_bytes: float, virtual_workers: int) -> Work:
+    """Return what a rank computes to add up the gradients of its virtual workers along the tree, and for the norm and the clipping.
+
+    Every other gradient is copied, each sum reads two and writes one, the norm reads the sum, and clipping reads and writes it.
+    """
+    copied, added = (virtual_workers + 1) // 2 * (virtual_workers > 1), virtual_workers - 1
+    return Work(moved_bytes=gradient_bytes * (2 * copied + 3 * added + 3))

@@ -19,10 +19,11 @@ from undula.plan.gpus import GPUS
 from undula.plan.memory import PassCount, StateCount
 from undula.plan.plan import PlanSpec
 from undula.plan.scaling import Link
+from undula.plan.work import Work
 from undula.train.dry_run.counting import Setting
 
 GIB = 2**30
-STATE = StateCount(GIB // 4, GIB // 4, GIB, 0, 0, GIB, GIB // 8, 2 * GIB, 0, 4 * GIB)
+STATE = StateCount(GIB // 4, GIB // 4, GIB, 0, 0, GIB, GIB // 8, 2 * GIB, 0, Work(moved_bytes=4 * GIB))
 PASSES = PassCount(
     samples=4,
     batch_bytes=GIB // 4,
@@ -30,12 +31,10 @@ PASSES = PassCount(
     forward_bytes=21 * GIB,
     first_bytes=21 * GIB,
     later_bytes=21 * GIB,
-    flops=10**13,
-    moved_bytes=10**9,
-    operations=100,
+    work=Work(flops=10**13, moved_bytes=10**9, operations=100),
 )
 SMALL = replace(
-    PASSES, saved_bytes=2 * GIB, forward_bytes=3 * GIB, first_bytes=3 * GIB, later_bytes=3 * GIB, flops=13 * 10**12
+    PASSES, saved_bytes=2 * GIB, forward_bytes=3 * GIB, first_bytes=3 * GIB, later_bytes=3 * GIB, work=PASSES.work * 1.3
 )
 OWN, SPARING = (Setting("bf16", ActivationsSpec(keep=keep), 4) for keep in ("all", "none"))
 SPEC = PlanSpec(global_batch=16, virtual_workers=4)
@@ -83,7 +82,7 @@ def test_reasons_have_the_figures_of_the_table() -> None:
     )
     assert "The next kind of GPU is H100 80 GB, for $" in said["C"]
     assert "each then does" in said["C"]
-    fast = "The fastest is 1 × H100 80 GB, bf16, keep all, micro-batch 4: 2.0 h for $13.71 on demand."
+    fast = "The fastest is 1 × H100 80 GB, bf16, keep all, micro-batch 4: 2.1 h for $14.96 on demand."
     assert said["F"] == f"{fast} That is 11 times as fast as the cheapest."
     assert said["*"].endswith("which is the cheapest, because no target is given.")
     target = Target("tokens/s", 1000.0)

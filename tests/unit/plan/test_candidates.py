@@ -10,16 +10,27 @@ from undula.plan.gpus import GPUS
 from undula.plan.memory import Division
 from undula.plan.plan import PlanSpec
 from undula.plan.scaling import Link
-from undula.plan.step_time import DeviceRates, passes_s, step_seconds
+from undula.plan.step_time import step_seconds, sums
+from undula.plan.work import DeviceRates
 
 LINK = Link(1e-4, 1e9)
 RATES = DeviceRates(flops_per_s=100.0, bytes_per_s=1e6)
 GIB = 2**30
 LARGE = replace(
-    PASSES, saved_bytes=20 * GIB, forward_bytes=20 * GIB, first_bytes=21 * GIB, later_bytes=21 * GIB, flops=10**13
+    PASSES,
+    saved_bytes=20 * GIB,
+    forward_bytes=20 * GIB,
+    first_bytes=21 * GIB,
+    later_bytes=21 * GIB,
+    work=replace(PASSES.work, flops=10**13),
 )
 SMALL = replace(
-    LARGE, saved_bytes=2 * GIB, forward_bytes=3 * GIB, first_bytes=3 * GIB, later_bytes=3 * GIB, flops=13 * 10**12
+    LARGE,
+    saved_bytes=2 * GIB,
+    forward_bytes=3 * GIB,
+    first_bytes=3 * GIB,
+    later_bytes=3 * GIB,
+    work=replace(PASSES.work, flops=13 * 10**12),
 )
 WORKLOAD = Workload(
     STATE,
@@ -35,14 +46,21 @@ def found(*workers: int, gpu: str = "L4", changes: float = 0.0) -> list[Candidat
 
 
 def test_passes_take_what_operations_and_memory_take_but_no_less_than_the_host() -> None:
-    assert passes_s(PASSES, RATES) == pytest.approx(10 / 100 + 10 / 1e6)
-    assert passes_s(PASSES, replace(RATES, operation_s=1.0)) == PASSES.operations
+    assert RATES.seconds(PASSES.work) == pytest.approx(10 / 100 + 10 / 1e6)
+    assert replace(RATES, operation_s=1.0).seconds(PASSES.work) == PASSES.work.operations
 
 
 @pytest.mark.parametrize(("workers", "passes"), [(1, 4), (2, 2), (3, 2), (4, 1)])
 def test_the_worker_with_most_virtual_workers_decides(workers: int, passes: int) -> None:
     step = step_seconds(STATE, PASSES, Division(4, 1, workers), RATES, LINK)
-    assert step.compute == pytest.approx(passes * passes_s(PASSES, RATES))
+    assert step.compute == pytest.approx(passes * RATES.seconds(PASSES.work))
+
+
+def test_an_update_adds_up_the_gradients_of_the_workers_own_virtual_workers() -> None:
+    alone, shared = (step_seconds(STATE, PASSES, Division(4, 1, workers), RATES, LINK).update for workers in (1, 4))
+    added = 3 * 3 + 2 * 2  # three sums, each of two gradients, and two copies
+    assert alone - shared == pytest.approx(added * STATE.gradient_bytes / RATES.bytes_per_s)
+    assert shared == pytest.approx(RATES.seconds(STATE.update + sums(STATE.gradient_bytes, 1)))
 
 
 def test_one_worker_exchanges_nothing_and_several_do_behind_the_backward_pass() -> None:

@@ -16,6 +16,7 @@ from undula.plan.memory import (
     peak,
     zero_bytes,
 )
+from undula.plan.work import Work
 
 MIXED, FP32 = (2.0, 2.0, 12.0), (4.0, 4.0, 8.0)
 STATE = StateCount(
@@ -28,7 +29,7 @@ STATE = StateCount(
     largest_bytes=4000,
     optimizer_bytes=8000,
     update_bytes=500,
-    update_moved_bytes=20_000,
+    update=Work(moved_bytes=20_000),
 )
 PASSES = PassCount(
     samples=4,
@@ -37,9 +38,7 @@ PASSES = PassCount(
     forward_bytes=11_000,
     first_bytes=12_000,
     later_bytes=11_500,
-    flops=10,
-    moved_bytes=10,
-    operations=5,
+    work=Work(flops=10, moved_bytes=10, operations=5),
 )
 
 
@@ -101,7 +100,7 @@ def test_a_gpu_has_the_next_batch_as_well_and_sums_in_16_bits_take_half() -> Non
 
 
 def test_counts_of_two_sizes_give_those_of_others() -> None:
-    larger = replace(PASSES, samples=8, saved_bytes=18_000, flops=20)
+    larger = replace(PASSES, samples=8, saved_bytes=18_000, work=PASSES.work * 2)
     assert extrapolated(PASSES, larger, 16).saved_bytes == 34_000
-    assert extrapolated(PASSES, larger, 16).flops == 40
+    assert extrapolated(PASSES, larger, 16).work == PASSES.work * 4
     assert extrapolated(PASSES, larger, 4) == PASSES

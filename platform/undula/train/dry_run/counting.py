@@ -22,6 +22,7 @@ from undula.parallel.spec import ActivationsSpec
 from undula.plan.memory import PassCount, StateCount
 from undula.plan.plan import MicroBatch, OptimizerStep
 from undula.plan.precision import FP32, Compute
+from undula.plan.work import Work
 from undula.recovery.worker_state import LeaveGroup, WorkerState
 from undula.state.pieces import is_sharded
 from undula.train.boundary import StepBoundary
@@ -230,7 +231,7 @@ class CountingLoop(RehearsalLoop):
             largest_bytes=max((each.nbytes for each in trainable), default=0),
             optimizer_bytes=begun,
             update_bytes=0,
-            update_moved_bytes=0,
+            update=Work(),
         )
         optimizer.register_step_pre_hook(self._begin_update)
         optimizer.register_step_post_hook(self._end_update)
@@ -280,7 +281,7 @@ class CountingLoop(RehearsalLoop):
             gradient_bytes=gradients,
             optimizer_bytes=self.state.optimizer_bytes + made,
             update_bytes=self._live.peak - self._live.bytes,
-            update_moved_bytes=self._live.moved,
+            update=self._live.work,
         )
 
 
@@ -344,10 +345,7 @@ class _CountedStep(Step):
                 forward,
                 backward,
                 backward,
-                live.flops,
-                live.moved,
-                live.operations,
-                live.convolutions,
+                live.work,
             )
         )
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from undula.parallel.precision import dtype_of
 from undula.plan.precision import Compute
 from undula.plan.rates import TimedPass, fit_rates
-from undula.plan.step_time import DeviceRates
+from undula.plan.work import DeviceRates
 from undula.train.dry_run.storages import LiveStorages
 
 TIMES = 7
@@ -76,9 +76,9 @@ def measure(device: torch.device, compute: Compute) -> DeviceRates:
     """Measure the rates that a device reaches in models with a number format, which takes some seconds."""
     is_async = device.type != "cpu"
     timed = [[*_timed(family(device), compute, device)] for family in FAMILIES]
-    operation_s = min(passes[0].seconds / passes[0].operations for passes in timed)
+    operation_s = min(passes[0].seconds / passes[0].work.operations for passes in timed)
     larger = [each for passes in timed for each in passes[1:]]
-    busy = [each for each in larger if not is_async or each.seconds > WAITING * operation_s * each.operations]
+    busy = [each for each in larger if not is_async or each.seconds > WAITING * operation_s * each.work.operations]
     return fit_rates(busy or larger, operation_s, is_async)
 
 
@@ -90,7 +90,7 @@ def _timed(references: Iterator[Reference], compute: Compute, device: torch.devi
             live.begin()
             reference.run(compute)
         seconds = median(_seconds(reference, compute, device) for _ in range(TIMES))
-        yield TimedPass(live.flops, live.moved, live.operations, live.convolutions, seconds)
+        yield TimedPass(live.work, seconds)
         if number and seconds > LONG_S:
             return
 

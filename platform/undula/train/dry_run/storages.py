@@ -11,6 +11,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
+from undula.plan.work import Work
+
 WITHOUT_SIZES = (torch.ops.aten.mkldnn_rnn_layer, torch.ops.aten._cudnn_rnn)
 """Operations whose results have other sizes if they are fake: what they keep for the backward pass is missing."""
 
@@ -37,16 +39,13 @@ class LiveStorages(TorchDispatchMode):  # type: ignore[no-untyped-call]
         bytes: Bytes that are alive now.
         before: Bytes that were alive at `begin`.
         peak: Most bytes that were alive since `begin`.
-        flops: Floating-point operations of matrix products, convolutions and attention since `begin`, two for a product and its sum.
-        moved: Bytes that other operations, and convolutions, have read and written since `begin`.
-        operations: Number of operations since `begin`. Operations that only make views do not count.
-        convolutions: Number of convolutions and of their backward passes among them.
+        work: What operations since `begin` compute.
     """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.bytes = self.peak = 0
-        self.moved = self.flops = self.operations = self.convolutions = 0
+        self.work = Work()
         self.before = 0
         self._begins = False
         self._alive: dict[int, weakref.ref[torch.UntypedStorage]] = {}
@@ -55,7 +54,7 @@ class LiveStorages(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Begin to count anew, except for what is alive."""
         self._begins = False
         self.before = self.peak = self.bytes
-        self.moved = self.flops = self.operations = self.convolutions = 0
+        self.work = Work()
 
     def begin_with_next(self) -> None:
         """Begin to count anew with the next operation, when the script has freed what it replaces."""
@@ -97,15 +96,27 @@ class LiveStorages(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.add(tensor)
         if func.is_view:
             return result
-        self.operations += 1
-        is_convolution = "convolution" in func.name()
-        self.convolutions += is_convolution
-        if formula := FORMULAS.get(func.overloadpacket):
-            self.flops += formula(*args, **(kwargs or {}), out_val=result)
-        if not formula or is_convolution:
-            read = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-            self.moved += sum(tensor.numel() * tensor.itemsize for tensor in (*read, *made))
+        formula, kernels = FORMULAS.get(func.overloadpacket), _kernel_bytes(func, args)
+        read = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        self.work += Work(
+            formula(*args, **(kwargs or {}), out_val=result) if formula else 0,
+            0 if formula and not kernels else sum(map(_bytes_of, (*read, *made))),
+            1,
+            int(kernels > 0),
+            kernels,
+        )
         return result
+
+
+def _bytes_of(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.itemsize
+
+
+def _kernel_bytes(func: Any, args: Any) -> int:
+    """Return the bytes of weights that a convolution reads and of their gradient that its backward pass writes; 0 for other operations."""
+    if "convolution" not in func.name():
+        return 0
+    return 2 * _bytes_of(args[2]) if "backward" in func.name() else _bytes_of(args[1])
 
 
 class WithoutAttentionDropout(TorchFunctionMode):
