@@ -86,7 +86,8 @@ def _exchanged(size: int, peer: int, device: torch.device) -> float:
     sent, received = (torch.zeros(max(size, 1), dtype=torch.uint8, device=device) for _ in range(2))
     dist.barrier()
     began = time.perf_counter()
-    for work in dist.batch_isend_irecv([dist.P2POp(dist.isend, sent, peer), dist.P2POp(dist.irecv, received, peer)]):
+    # Gloo asks for what it receives. The question would wait behind what this rank sends, if it were asked later.
+    for work in dist.batch_isend_irecv([dist.P2POp(dist.irecv, received, peer), dist.P2POp(dist.isend, sent, peer)]):
         work.wait()
     if device.type == "cuda":
         torch.cuda.synchronize(device)
