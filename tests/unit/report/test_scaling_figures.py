@@ -1,5 +1,6 @@
 """Tests of the figures of `undula bench scaling`: medians, efficiency and where it is lost, fits, and whether runs are the same."""
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -145,8 +146,10 @@ def test_workers_on_gpus_do_not_need_a_core_each() -> None:
     assert not is_oversubscribed(recorded([], GroupEvent(({"node": "a"},) * 4), start))
 
 
-def test_runs_with_equal_bits_are_identical() -> None:
-    runs = [(workers, recorded(steps_of([1.0, 1.0], weights_digest=7, grad_norm=0.5))) for workers in (1, 2, 2)]
+@pytest.mark.parametrize("loss", [2.0, math.nan])
+def test_runs_with_equal_bits_are_identical(loss: float) -> None:
+    values = {"loss": loss, "weights_digest": 7, "grad_norm": 0.5}
+    runs = [(workers, recorded(steps_of([1.0, 1.0], **values))) for workers in (1, 2, 2)]
     found = sameness(runs)
     assert found.identical
     assert found.sentence == (
