@@ -19,6 +19,7 @@ from undula.plan.precision import PrecisionSpec
 from undula.plan.scaling import Link
 from undula.plan.step_time import step_seconds
 from undula.state.ledger import read_ledger
+from undula.state.records import PARTS
 from undula.storage import open_store
 from undula.train.dry_run.reference import measure
 from undula.train.job import Job
@@ -26,7 +27,6 @@ from undula.train.single_process import SingleProcess
 
 CONTEXT = 1024
 STEPS, WARMUP = 12, 4
-SECONDS = ("data_s", "transfer_s", "compute_s", "communication_s", "other_s")
 
 
 class Sentences(Dataset[Tensor]):
@@ -78,6 +78,6 @@ def test_the_duration_of_a_step_on_a_gpu_is_known_in_advance(
     expected = step_seconds(counted.state, passes, Division(1, 4, 1), rates, Link(0.0, 1.0)).total
     SingleProcess(TRAIN, job, lambda message: None, device=device)()
     steps = read_ledger(open_store(job.run_url)).steps.slice(WARMUP).to_pylist()
-    measured = median(sum(step[name] for name in SECONDS) for step in steps)
+    measured = median(sum(step[name] for name in PARTS) for step in steps)
     figures["expected duration of a step / measured"] = expected / measured
     assert measured == pytest.approx(expected, rel=0.2)

@@ -4,15 +4,11 @@ import sys
 import time
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import click
 
 from undula.cli.options import FILE, cluster_option, counted, json_option, print_json, runs_option
 from undula.state.defaults import default_runs
-
-if TYPE_CHECKING:
-    from undula.plan.work import DeviceRates
 
 
 @click.command(short_help="Examine a running cluster before a job holds its GPUs.")
@@ -77,15 +73,11 @@ def _measure(cluster: str, file: Path, cpus: float, as_json: bool) -> None:
     if as_json:
         print_json(asdict(found))
         return
-    for compute, rates in found.rates.items():
-        click.echo(f"{found.device}, {compute}: {_figures(rates)}")
-        if found.workers_per_node > 1:
-            click.echo(f"  with {found.workers_per_node} workers on its node: {_figures(found.full[compute])}")
+    for compute, alone in found.rates.items():
+        for workers, rates in {1: alone, found.workers_per_node: found.full[compute]}.items():
+            figures = f"{rates.flops_per_s / 1e9:,.0f} GFLOP/s, {rates.bytes_per_s / 1e9:,.1f} GB/s"
+            where = f"{found.device}, {counted(workers, 'worker')} on a node"
+            click.echo(f"{where}, {compute}: {figures}, {rates.operation_s * 1e6:.0f} µs an operation")
     if found.link:
         click.echo(f"link: {found.link.latency_s * 1e3:.2f} ms, {found.link.bytes_per_s * 8e-9:.2f} Gbit/s")
     click.echo(f"undula plan JOB.yaml --rates {file}")
-
-
-def _figures(rates: "DeviceRates") -> str:
-    figures = f"{rates.flops_per_s / 1e9:,.0f} GFLOP/s, {rates.bytes_per_s / 1e9:,.1f} GB/s"
-    return f"{figures}, {rates.operation_s * 1e6:.0f} µs an operation"

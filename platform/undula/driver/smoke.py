@@ -46,6 +46,7 @@ from undula.state.events import (
 )
 from undula.state.export import export_weights
 from undula.state.ledger import read_ledger
+from undula.state.records import PARTS
 from undula.storage import Store, open_store
 from undula.telemetry.hub import HubFollower, start_hub
 from undula.telemetry.live import message_lines
@@ -64,8 +65,6 @@ EXPORT = "export"
 """Folder of the exported weights in the run directory of the test."""
 SHOWN = (Line, Status, WarningEvent, WaitingEvent, StorageEvent)
 """Messages that are shown beside the lines of the parts."""
-SECONDS = ("data_s", "transfer_s", "compute_s", "communication_s", "other_s")
-"""Columns of the ledger that make up the duration of a step."""
 FRAMES = {
     "validate": r'undula/(train/validation|adapters/evaluation)\.py|undula/adapters/transformers/trainer\.py", line \d+, in evaluate',
     "checkpoint": r"undula/train/saver\.py|undula/state/checkpoint",
@@ -363,4 +362,4 @@ class SmokeTest:
 
 def _seconds(row: dict[str, Any]) -> float:
     """Return the duration of a step."""
-    return float(sum(row[name] or 0.0 for name in SECONDS))
+    return float(sum(row[name] or 0.0 for name in PARTS))

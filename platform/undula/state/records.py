@@ -2,6 +2,9 @@
 
 from dataclasses import dataclass
 
+PARTS = ("data_s", "transfer_s", "compute_s", "communication_s", "other_s")
+"""Columns that make the duration of a step."""
+
 
 @dataclass(frozen=True)
 class StepRow:
@@ -39,4 +42,4 @@ class StepRow:
     @property
     def seconds(self) -> float:
         """Duration of the step in seconds."""
-        return self.data_s + self.transfer_s + self.compute_s + self.communication_s + self.other_s
+        return float(sum(getattr(self, part) for part in PARTS))

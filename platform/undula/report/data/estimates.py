@@ -9,9 +9,7 @@ import pyarrow.compute as pc
 
 from undula.report.text import DASH, counted, duration
 from undula.state.events import EstimateEvent, Event, MemoryEvent
-
-SECONDS = ("data_s", "transfer_s", "compute_s", "communication_s", "other_s")
-"""Columns of the ledger that make the duration of a step."""
+from undula.state.records import PARTS
 
 
 @dataclass(frozen=True)
@@ -58,5 +56,5 @@ def estimates_of(events: Sequence[Event], steps: pa.Table) -> Estimates | None:
     size = max(counts, key=lambda size: counts[size], default=None)
     if size is None or not counts[size]:
         return Estimates(expected.allocated_bytes, memory, None, None, None)
-    seconds = np.nansum([np.asarray(steps[name], dtype=float) for name in SECONDS], axis=0)[sizes == size]
+    seconds = np.nansum([np.asarray(steps[name], dtype=float) for name in PARTS], axis=0)[sizes == size]
     return Estimates(expected.allocated_bytes, memory, size, expected.step_s[str(size)], float(np.median(seconds)))

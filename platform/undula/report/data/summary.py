@@ -13,6 +13,7 @@ from undula.report.data.goodput import goodput
 from undula.report.data.run_record import JobRecord
 from undula.state.events import Event, FailEvent, GroupEvent, StartEvent, ValidationEvent, WaitingEvent
 from undula.state.ledger import Ledger, decode_events, steps_done
+from undula.state.records import PARTS
 
 RUNNING_WITHIN_S = 60.0
 """Maximum age in seconds of the newest ledger entry of a run that counts as running although it has no heartbeat."""
@@ -173,7 +174,7 @@ def column(table: pa.Table, name: str) -> Floats:
 
 def throughput(steps: pa.Table) -> Floats:
     """Return the samples per second of each step; shape [steps]."""
-    seconds = np.nansum([column(steps, f"{name}_s") for name in SECONDS_CLASSES], axis=0)
+    seconds = np.nansum([column(steps, name) for name in PARTS], axis=0)
     rate: Floats = column(steps, "step_samples") / np.maximum(seconds, 1e-9)
     return rate
 
