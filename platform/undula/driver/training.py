@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from undula.config.job import LoadedSpec
-from undula.data.script.indexed import ScriptData
 from undula.driver.preflight import Prepared, prepare
 from undula.driver.record import LaunchSpec, record_job
 from undula.driver.trackers import Tracking, send_rest
@@ -35,7 +34,7 @@ class Place:
     """Function that shows messages to the user."""
     fit: Callable[[TrainFunction, LaunchSpec], str | None]
     """Function that trains, and returns the story of the failure if training failed."""
-    estimate: Callable[[TrainFunction, ScriptData | None], Event | None] = lambda _train, _data: None
+    estimate: Callable[[], Event | None] = lambda: None
     """Function that returns what a worker needs there by the counts of the script, and refuses a job that does not fit."""
     keep: Callable[[str], None] = lambda _text: None
     """Function that keeps a text in the run directory, below what the workers have printed."""
@@ -70,7 +69,7 @@ def train_job(
         return
     with held(store):
         with open_place(loaded, store) as place:
-            estimate = place.estimate(train, prepared.script_data)
+            estimate = place.estimate()
             if fresh:
                 delete_run(store)
             spec = record_job(place.loaded, prepared.plan, store, prepared.script_data)
