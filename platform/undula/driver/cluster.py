@@ -12,7 +12,7 @@ from undula.driver.connection import connected, for_workers
 from undula.driver.estimate import estimating
 from undula.driver.kept_output import KeptOutput
 from undula.driver.launch import TrainerName, launch
-from undula.driver.preflight import on_machines
+from undula.driver.preflight import Prepared, on_machines
 from undula.driver.record import LaunchSpec
 from undula.driver.training import Place, TrainFunction, end_on_sigterm
 from undula.elastic.pure.spec import WorkersSpec
@@ -28,7 +28,7 @@ from undula.telemetry.live import live_view
 
 def on_cluster(
     loaded: LoadedSpec, trainer: TrainerName
-) -> Callable[[LoadedSpec, Store], AbstractContextManager[Place]]:
+) -> Callable[[LoadedSpec, Prepared], AbstractContextManager[Place]]:
     """Return the function that opens the available Ray cluster for a job.
 
     Raises:
@@ -37,10 +37,11 @@ def on_cluster(
     _refuse(trainer, loaded.spec)
 
     @contextmanager
-    def opened(loaded: LoadedSpec, store: Store) -> Iterator[Place]:
+    def opened(loaded: LoadedSpec, prepared: Prepared) -> Iterator[Place]:
+        store = prepared.store
         with connected():
             loaded = on_machines(loaded, offers_gpus)
-            with estimating(loaded) as estimate:
+            with estimating(loaded, prepared.script_data) as estimate:
                 hub = start_hub(store)
                 output = KeptOutput(store)
                 try:

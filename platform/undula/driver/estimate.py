@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from undula.config.job import JobSpec, LoadedSpec
+from undula.data.script.indexed import ScriptData
 from undula.driver.count_job import KEEPS, passes_of, setting_of, sizes_of, uncounted
 from undula.driver.count_process import counting
 from undula.driver.plan_job import overrides_of, wire_of
@@ -18,6 +19,7 @@ from undula.plan.memory import PassCount, StateCount, division_of, moments, peak
 from undula.plan.step_time import step_seconds
 from undula.state.events import EstimateEvent
 from undula.train.dry_run.counting import Count, Setting
+from undula.train.job import Job
 from undula.train.script_file import ScriptFile
 
 MOST_SIZES = 16
@@ -29,11 +31,12 @@ ASKS_FOR_GPUS = re.compile(
 
 
 @contextmanager
-def estimating(loaded: LoadedSpec) -> Iterator[Callable[[], EstimateEvent | None]]:
+def estimating(loaded: LoadedSpec, script_data: ScriptData | None) -> Iterator[Callable[[], EstimateEvent | None]]:
     """Count a step of a job during a block, if its workers have GPUs of their own and execute a script.
 
     Args:
         loaded: The job, with numbers in place of the values that depend on the machines.
+        script_data: Data that the script gives to the run; None if the job's YAML names the data.
 
     Yields:
         Function that returns what a worker needs on the smallest GPU of the cluster; None if nothing is known. It raises a SpecError if a
@@ -46,19 +49,20 @@ def estimating(loaded: LoadedSpec) -> Iterator[Callable[[], EstimateEvent | None
     if script is None:
         yield lambda: None
         return
-    with counting(script, job_of(loaded, ""), [setting_of(spec)]) as result:
-        yield lambda: _estimate(loaded, script, result)
+    job = job_of(loaded, "", script_data=script_data)
+    with counting(script, job, [setting_of(spec)]) as result:
+        yield lambda: _estimate(spec, script, job, result)
 
 
-def _estimate(loaded: LoadedSpec, script: ScriptFile, result: Callable[[], Count | None]) -> EstimateEvent | None:
-    spec, own = loaded.spec, setting_of(loaded.spec)
+def _estimate(spec: JobSpec, script: ScriptFile, job: Job, result: Callable[[], Count | None]) -> EstimateEvent | None:
+    own = setting_of(spec)
     gpu = smallest_gpu(spec.workers.per_worker)
     if gpu is None or (counted := result()) is None:
         return None
     allocated = _most_bytes(counted.state, counted.passes[own], spec)
     is_too_much = allocated * (1 - ESTIMATE_ERROR) + CONTEXT_BYTES > gpu.memory_bytes
     if is_too_much and not any(map(ASKS_FOR_GPUS.search, script.sources.values())):
-        raise SpecError(_refusal(loaded, script, allocated, gpu))
+        raise SpecError(_refusal(spec, script, job, allocated, gpu))
     known, times = known_gpu(gpu.kind, gpu.memory_bytes), {}
     if known:
         rates = rates_of(known, own.compute)
@@ -87,15 +91,15 @@ def _needed(allocated: float) -> float:
     return allocated * (1 + MARGIN) + CONTEXT_BYTES
 
 
-def _refusal(loaded: LoadedSpec, script: ScriptFile, allocated: float, gpu: NodeGpu) -> str:
+def _refusal(spec: JobSpec, script: ScriptFile, job: Job, allocated: float, gpu: NodeGpu) -> str:
     needs, has = (f"{size / 2**30:.1f} GiB" for size in (_needed(allocated), gpu.memory_bytes))
     text = f"a step needs about {needs} of GPU memory, but the cluster's {gpu.kind or 'smallest GPU'} has {has}"
     anyway = "or workers.check_memory=false to train without this check"
-    spec, own = loaded.spec, setting_of(loaded.spec)
+    own = setting_of(spec)
     policies = dict.fromkeys([own.activations, *(ActivationsSpec(keep=keep) for keep in KEEPS)])
     sizes = [size for size in sizes_of(spec) if size <= own.samples]
     asked = [Setting(own.compute, policy, size) for policy in policies for size in (own.samples, sizes[0])]
-    with counting(script, job_of(loaded, ""), asked) as result:
+    with counting(script, job, asked) as result:
         counted = result()
     if counted is None:
         return f"{text}; lower plan.micro_batch, use GPUs with more memory, {anyway}"

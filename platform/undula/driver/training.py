@@ -15,7 +15,6 @@ from undula.errors import FAILED, INTERRUPTED
 from undula.state.directory import FILES, delete_run, held
 from undula.state.events import EndEvent, Event, ValidationEvent
 from undula.state.ledger import last_event, read_ledger, steps_done
-from undula.storage import Store
 from undula.telemetry.event_recorder import EventRecorder
 from undula.telemetry.messages import Publisher
 from undula.telemetry.tracker import Tracker
@@ -43,7 +42,7 @@ class Place:
 def train_job(
     loaded: LoadedSpec,
     train: TrainFunction,
-    open_place: Callable[[LoadedSpec, Store], AbstractContextManager[Place]],
+    open_place: Callable[[LoadedSpec, Prepared], AbstractContextManager[Place]],
     fresh: bool,
     trackers: Sequence[Tracker],
 ) -> None:
@@ -52,7 +51,7 @@ def train_job(
     Args:
         loaded: The job.
         train: Train function of the script.
-        open_place: Function that opens the place where the job trains, given the job and the run directory.
+        open_place: Function that opens the place where the job trains, given the job and what its checks have found.
         fresh: Whether to delete the run in the run directory and start over.
         trackers: Experiment trackers of the script, beside those of the job.
 
@@ -68,7 +67,7 @@ def train_job(
         print(f"{store.url} is finished, so there is nothing to do; give --fresh to delete the run and start over")
         return
     with held(store):
-        with open_place(loaded, store) as place:
+        with open_place(loaded, prepared) as place:
             estimate = place.estimate()
             if fresh:
                 delete_run(store)
