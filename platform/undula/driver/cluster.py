@@ -8,30 +8,27 @@ from typing import Any
 from ray.train import TrainingFailedError
 
 from undula.config.job import JobSpec, LoadedSpec
-from undula.data.script.indexed import ScriptData
 from undula.driver.connection import connected, for_workers
-from undula.driver.estimate import estimate
+from undula.driver.estimate import estimating
 from undula.driver.kept_output import KeptOutput
 from undula.driver.launch import TrainerName, launch
-from undula.driver.preflight import on_machines
+from undula.driver.preflight import Prepared, on_machines
 from undula.driver.record import LaunchSpec
 from undula.driver.training import Place, TrainFunction, end_on_sigterm
 from undula.elastic.pure.spec import WorkersSpec
 from undula.elastic.ray.cluster_gpus import offers_gpus
 from undula.elastic.ray.failures import is_superseded, refusal_of, summary, whole_story
-from undula.elastic.ray.gpu_memory import smallest_gpu
 from undula.errors import INTERRUPTED, SpecError, StorageError
-from undula.state.events import EstimateEvent, FailEvent, StopEvent
+from undula.state.events import FailEvent, StopEvent
 from undula.state.ledger import EventWriter
 from undula.storage import Store
 from undula.telemetry.hub import HubPublisher, start_hub
 from undula.telemetry.live import live_view
-from undula.train.script_file import ScriptFile
 
 
 def on_cluster(
     loaded: LoadedSpec, trainer: TrainerName
-) -> Callable[[LoadedSpec, Store], AbstractContextManager[Place]]:
+) -> Callable[[LoadedSpec, Prepared], AbstractContextManager[Place]]:
     """Return the function that opens the available Ray cluster for a job.
 
     Raises:
@@ -40,17 +37,19 @@ def on_cluster(
     _refuse(trainer, loaded.spec)
 
     @contextmanager
-    def opened(loaded: LoadedSpec, store: Store) -> Iterator[Place]:
+    def opened(loaded: LoadedSpec, prepared: Prepared) -> Iterator[Place]:
+        store = prepared.store
         with connected():
             loaded = on_machines(loaded, offers_gpus)
-            hub = start_hub(store)
-            output = KeptOutput(store)
-            try:
-                with live_view(hub, keep=output.add):
-                    fit = partial(_fit, store, hub, trainer)
-                    yield Place(loaded, HubPublisher(hub), fit, partial(_estimate, loaded), output.finish)
-            finally:
-                output.finish()
+            with estimating(loaded, prepared.script_data) as estimate:
+                hub = start_hub(store)
+                output = KeptOutput(store)
+                try:
+                    with live_view(hub, keep=output.add):
+                        fit = partial(_fit, store, hub, trainer)
+                        yield Place(loaded, HubPublisher(hub), fit, estimate, output.finish)
+                finally:
+                    output.finish()
 
     return opened
 
@@ -87,19 +86,6 @@ def _fit(store: Store, hub: Any, trainer: TrainerName, train: TrainFunction, spe
         EventWriter(store, "driver").event(StopEvent())
         raise SystemExit(INTERRUPTED) from None  # Ray's handler of SIGINT would end the job with status 0
     return None
-
-
-def _estimate(loaded: LoadedSpec, train: TrainFunction, script_data: ScriptData | None) -> EstimateEvent | None:
-    """Return what a worker needs on a GPU of the cluster; None if the workers have no GPU of their own, or nothing is known.
-
-    Raises:
-        SpecError: A step does not fit into its memory.
-    """
-    workers = loaded.spec.workers
-    # A train function without a script is sent to the workers as it is, so that it must not run here.
-    is_wanted = workers.check_memory and workers.per_worker.get("GPU", 0) >= 1 and ScriptFile.of_this_process()
-    gpu = smallest_gpu(workers.per_worker) if is_wanted else None
-    return estimate(train, loaded, script_data, gpu) if gpu else None
 
 
 def _description(workers: WorkersSpec) -> str:

@@ -1,20 +1,19 @@
 """Count of a job's memory and computation: in the process of its script, and as the request of a command to such a process."""
 
-import json
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from pydantic import TypeAdapter
 
 from undula.config.job import JobSpec, LoadedSpec
+from undula.driver.count_process import received, send
 from undula.driver.preflight import check_job, examine
 from undula.driver.print_job import failure_of, run_for_output
 from undula.driver.record import job_of
 from undula.errors import SpecError
 from undula.parallel.spec import ActivationsSpec
-from undula.plan.memory import PassCount, StateCount
+from undula.plan.memory import PassCount, StateCount, extrapolated
 from undula.plan.precision import Compute
 from undula.train.dry_run.count import count
 from undula.train.dry_run.counting import Setting
@@ -31,8 +30,6 @@ KEEPS = ("all", "selective", "sqrt", "none")
 """Policies for activations that are compared."""
 MOST_SIZES = 5
 """Maximum number of sizes of micro-batches that are compared, from the largest one on and from the job's own one on."""
-MARK = "undula count: "
-"""Beginning of the line of a script's output that has the result."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +49,7 @@ class JobCount:
 
 
 def print_count(loaded: LoadedSpec, train: Callable[[Run], None]) -> None:
-    """Count a job, and print the result as a line of JSON.
+    """Count a job, and send the result to `counted_by_script`.
 
     Args:
         loaded: The job.
@@ -65,15 +62,8 @@ def print_count(loaded: LoadedSpec, train: Callable[[Run], None]) -> None:
     examined = examine(train, loaded, check_job(loaded))
     job = job_of(loaded, "", script_data=examined.script_data)
     counted = count(train, job, _asked(loaded.spec))
-    result = {
-        "spec": loaded.tree(),
-        "state": asdict(counted.state),
-        "passes": [[asdict(setting), asdict(passes)] for setting, passes in counted.passes.items()],
-        "is_fake": counted.is_fake,
-        "steps": examined.plan.total_steps,
-        "tokens": counted.tokens,
-    }
-    print(f"{MARK}{json.dumps(result)}", flush=True)
+    spec = TypeAdapter(JobSpec).validate_python({**loaded.tree(), "config": {}})
+    send(JobCount(spec, counted.state, counted.passes, counted.is_fake, examined.plan.total_steps, counted.tokens))
 
 
 def counted_by_script(script: Path, job: Path, overrides: Sequence[str], project: Path | None = None) -> JobCount:
@@ -83,18 +73,10 @@ def counted_by_script(script: Path, job: Path, overrides: Sequence[str], project
         SpecError: The job is invalid, or the script cannot be run on this machine.
     """
     done = run_for_output(script, job, ["--count"], overrides, project)
-    line = next((line for line in reversed(done.stdout.splitlines()) if line.startswith(MARK)), None)
-    if done.returncode or line is None:
+    counted: JobCount | None = received(done.stdout)
+    if done.returncode or counted is None:
         raise failure_of(done, f"{script} cannot be counted, because it failed")
-    result = json.loads(line.removeprefix(MARK))
-    return JobCount(
-        TypeAdapter(JobSpec).validate_python({**result["spec"], "config": {}}),
-        TypeAdapter(StateCount).validate_python(result["state"]),
-        {_setting(setting): TypeAdapter(PassCount).validate_python(passes) for setting, passes in result["passes"]},
-        result["is_fake"],
-        result["steps"],
-        result["tokens"],
-    )
+    return counted
 
 
 def _refuse_uncounted(spec: JobSpec) -> None:
@@ -149,7 +131,15 @@ def _asked(spec: JobSpec) -> list[Setting]:
     return [*dict.fromkeys([own, *every])]
 
 
-def _setting(tree: Mapping[str, Any]) -> Setting:
-    units = tree["activations"]["units"]
-    given = {**tree["activations"], "units": units if isinstance(units, str) else tuple(units)}
-    return Setting(tree["compute"], ActivationsSpec(**given), tree["samples"])
+def passes_of(counted: Mapping[Setting, PassCount], sizes: Sequence[int]) -> Iterator[tuple[Setting, PassCount]]:
+    """Yield the passes of micro-batches of all sizes, for each way to compute, from the counts of a few."""
+    for compute, policy in dict.fromkeys((each.compute, each.activations) for each in counted):
+        known = {
+            setting.samples: passes
+            for setting, passes in counted.items()
+            if (setting.compute, setting.activations) == (compute, policy)
+        }
+        low, high = known[min(known)], known[max(known)]
+        for size in sizes:
+            passes = known.get(size) or (low if low is high else extrapolated(low, high, size))
+            yield Setting(compute, policy, size), replace(passes, samples=size)

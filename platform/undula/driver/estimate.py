@@ -1,89 +1,89 @@
 """Estimate of what a worker needs on the GPUs of a cluster, made before any worker starts there."""
 
-import logging
-from collections.abc import Callable, Iterator, Sequence
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 from undula.config.job import JobSpec, LoadedSpec
 from undula.data.script.indexed import ScriptData
-from undula.driver.count_job import KEEPS, setting_of, sizes_of, uncounted
-from undula.driver.model_facts import without_breakpoints
+from undula.driver.count_job import KEEPS, passes_of, setting_of, sizes_of, uncounted
+from undula.driver.count_process import counting
 from undula.driver.plan_job import overrides_of, wire_of
 from undula.driver.record import job_of
-from undula.elastic.ray.gpu_memory import NodeGpu
+from undula.elastic.ray.gpu_memory import NodeGpu, smallest_gpu
 from undula.errors import SpecError
 from undula.parallel.spec import ActivationsSpec
 from undula.plan.candidates import ASSUMED_LINK, rates_of
 from undula.plan.gpus import CONTEXT_BYTES, ESTIMATE_ERROR, MARGIN, known_gpu
-from undula.plan.memory import Division, PassCount, StateCount, extrapolated, moments, peak
+from undula.plan.memory import PassCount, StateCount, division_of, moments, peak
 from undula.plan.step_time import step_seconds
 from undula.state.events import EstimateEvent
-from undula.train.dry_run.count import count
 from undula.train.dry_run.counting import Count, Setting
-from undula.train.run import Run
+from undula.train.job import Job
+from undula.train.script_file import ScriptFile
 
 MOST_SIZES = 16
 """Maximum number of numbers of workers for which a step is estimated."""
+ASKS_FOR_GPUS = re.compile(
+    rb"cuda|gpu|_available|bf16_supported|torch\.accelerator|device\.type|['\"]cpu", re.IGNORECASE
+)
+"""Words of which a script has one if it asks what the machine is able to do. It may take another way on a GPU than where it is counted."""
 
 
-def estimate(
-    train: Callable[[Run], None], loaded: LoadedSpec, script_data: ScriptData | None, gpu: NodeGpu
-) -> EstimateEvent | None:
-    """Return what a worker needs on the smallest GPU of a cluster; None if the job cannot be counted without values of tensors.
+@contextmanager
+def estimating(loaded: LoadedSpec, script_data: ScriptData | None) -> Iterator[Callable[[], EstimateEvent | None]]:
+    """Count a step of a job during a block, if its workers have GPUs of their own and execute a script.
 
     Args:
-        train: Train function of the script.
-        loaded: The job.
+        loaded: The job, with numbers in place of the values that depend on the machines.
         script_data: Data that the script gives to the run; None if the job's YAML names the data.
-        gpu: The GPU.
 
-    Raises:
-        SpecError: A step does not fit into its memory. The message names the nearest settings that do, if there are any.
+    Yields:
+        Function that returns what a worker needs on the smallest GPU of the cluster; None if nothing is known. It raises a SpecError if a
+        step does not fit into its memory, which names the nearest settings that do, if there are any.
     """
-    own = setting_of(loaded.spec)
-    if uncounted(loaded.spec) or (counted := _counted(train, loaded, script_data, [own])) is None:
+    spec = loaded.spec
+    is_wanted = spec.workers.check_memory and spec.workers.per_worker.get("GPU", 0) >= 1 and not uncounted(spec)
+    # A train function without a script is sent to the workers as it is.
+    script = ScriptFile.of_this_process() if is_wanted else None
+    if script is None:
+        yield lambda: None
+        return
+    job = job_of(loaded, "", script_data=script_data)
+    with counting(script, job, [setting_of(spec)]) as result:
+        yield lambda: _estimate(spec, script, job, result)
+
+
+def _estimate(spec: JobSpec, script: ScriptFile, job: Job, result: Callable[[], Count | None]) -> EstimateEvent | None:
+    own = setting_of(spec)
+    gpu = smallest_gpu(spec.workers.per_worker)
+    if gpu is None or (counted := result()) is None:
         return None
-    allocated = _most_bytes(counted.state, counted.passes[own], loaded)
-    if allocated * (1 - ESTIMATE_ERROR) + CONTEXT_BYTES > gpu.memory_bytes:
-        raise SpecError(_refusal(train, loaded, script_data, allocated, gpu))
+    allocated = _most_bytes(counted.state, counted.passes[own], spec)
+    is_too_much = allocated * (1 - ESTIMATE_ERROR) + CONTEXT_BYTES > gpu.memory_bytes
+    if is_too_much and not any(map(ASKS_FOR_GPUS.search, script.sources.values())):
+        raise SpecError(_refusal(spec, script, job, allocated, gpu))
     known, times = known_gpu(gpu.kind, gpu.memory_bytes), {}
     if known:
         rates = rates_of(known, own.compute)
-        for workers in _sizes(loaded):
-            division = _division(loaded.spec, own.samples, workers)
+        for workers in _sizes(spec):
+            division = division_of(spec.plan, own.samples, workers, wire_of(spec))
             step = step_seconds(counted.state, counted.passes[own], division, rates, ASSUMED_LINK)
             times[str(workers)] = step.total
     name = known.title if known else gpu.kind or "the GPU"
     return EstimateEvent(name, allocated, _needed(allocated), gpu.memory_bytes, times, step=None)
 
 
-def _counted(
-    train: Callable[[Run], None], loaded: LoadedSpec, script_data: ScriptData | None, settings: Sequence[Setting]
-) -> Count | None:
-    try:
-        with without_breakpoints():
-            return count(train, job_of(loaded, "", script_data=script_data), settings, may_be_real=False)
-    except (Exception, SystemExit) as error:
-        # The script may need values or a GPU, which the driver does not have, or it has a part that is not modelled.
-        logging.getLogger("undula").info("the memory of a step is not known in advance: %s", error)
-        return None
-
-
-def _sizes(loaded: LoadedSpec) -> list[int]:
+def _sizes(spec: JobSpec) -> list[int]:
     """Return numbers of workers with which the job may train: the fewest, twice as many, and so on, and the most."""
-    spec = loaded.spec
     most = min(spec.workers.max, spec.plan.virtual_workers)
     doubled = [spec.workers.min * 2**times for times in range(MOST_SIZES)]
     return sorted({min(size, most) for size in doubled})
 
 
-def _division(spec: JobSpec, samples: int, workers: int) -> Division:
-    share = spec.plan.global_batch // spec.plan.virtual_workers
-    return Division(spec.plan.virtual_workers, -(-share // samples), workers, wire_of(spec))
-
-
-def _most_bytes(state: StateCount, passes: PassCount, loaded: LoadedSpec) -> float:
+def _most_bytes(state: StateCount, passes: PassCount, spec: JobSpec) -> float:
     """Return the most memory that tensors take in a step with any number of workers."""
-    divisions = (_division(loaded.spec, passes.samples, workers) for workers in _sizes(loaded))
+    divisions = (division_of(spec.plan, passes.samples, workers, wire_of(spec)) for workers in _sizes(spec))
     return max(peak(moments(state, passes, division)).total for division in divisions)
 
 
@@ -91,39 +91,27 @@ def _needed(allocated: float) -> float:
     return allocated * (1 + MARGIN) + CONTEXT_BYTES
 
 
-def _refusal(
-    train: Callable[[Run], None], loaded: LoadedSpec, script_data: ScriptData | None, allocated: float, gpu: NodeGpu
-) -> str:
+def _refusal(spec: JobSpec, script: ScriptFile, job: Job, allocated: float, gpu: NodeGpu) -> str:
     needs, has = (f"{size / 2**30:.1f} GiB" for size in (_needed(allocated), gpu.memory_bytes))
     text = f"a step needs about {needs} of GPU memory, but the cluster's {gpu.kind or 'smallest GPU'} has {has}"
-    own = setting_of(loaded.spec)
-    policies = list(dict.fromkeys([own.activations, *(ActivationsSpec(keep=keep) for keep in KEEPS)]))
-    sizes = [size for size in sizes_of(loaded.spec) if size <= own.samples]
+    anyway = "or workers.check_memory=false to train without this check"
+    own = setting_of(spec)
+    policies = dict.fromkeys([own.activations, *(ActivationsSpec(keep=keep) for keep in KEEPS)])
+    sizes = [size for size in sizes_of(spec) if size <= own.samples]
     asked = [Setting(own.compute, policy, size) for policy in policies for size in (own.samples, sizes[0])]
-    every = _counted(train, loaded, script_data, asked)
-    fitting = [*_that_fit(loaded, every, sizes, gpu)] if every else []
+    with counting(script, job, asked) as result:
+        counted = result()
+    if counted is None:
+        return f"{text}; lower plan.micro_batch, use GPUs with more memory, {anyway}"
+    fitting = [
+        (len(changes), passes.work.flops / passes.samples, -setting.samples, " ".join(changes), needed)
+        for setting, passes in passes_of(counted.passes, sizes)
+        if (needed := _needed(_most_bytes(counted.state, passes, spec))) <= gpu.memory_bytes
+        for changes in [overrides_of(setting, own)]
+    ]
     if not fitting:
-        return f"{text}, and neither activations.keep nor plan.micro_batch helps enough; use GPUs with more memory"
-    setting, _, needed = min(fitting, key=lambda each: _distance(each[0], each[1], own))
-    changes = " ".join(overrides_of(setting, own))
-    return f"{text}; set {changes}, which needs {needed / 2**30:.1f} GiB"
-
-
-def _distance(setting: Setting, passes: PassCount, own: Setting) -> tuple[int, float, int]:
-    """Return how far a setting is from the job's own: by its changes, its operations, and last the size of its micro-batch."""
-    return len(overrides_of(setting, own)), passes.work.flops / passes.samples, -setting.samples
-
-
-def _that_fit(
-    loaded: LoadedSpec, every: Count, sizes: Sequence[int], gpu: NodeGpu
-) -> Iterator[tuple[Setting, PassCount, float]]:
-    """Yield settings that fit, with their counts and the bytes that they need."""
-    by_policy: dict[ActivationsSpec, list[PassCount]] = {}
-    for setting, passes in every.passes.items():
-        by_policy.setdefault(setting.activations, []).append(passes)
-    for policy, known in by_policy.items():
-        for size in sizes:
-            passes = known[0] if size == known[0].samples else extrapolated(known[-1], known[0], size)
-            needed = _needed(_most_bytes(every.state, passes, loaded))
-            if needed <= gpu.memory_bytes:
-                yield Setting(setting_of(loaded.spec).compute, policy, size), passes, needed
+        return f"{text}, and neither activations.keep nor plan.micro_batch helps enough; use GPUs with more memory, {anyway}"
+    *_, changes, needed = min(
+        fitting
+    )  # the nearest by its changes, its operations, and last the size of its micro-batch
+    return f"{text}; set {changes}, which needs {needed / 2**30:.1f} GiB, {anyway}"

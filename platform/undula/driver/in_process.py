@@ -12,7 +12,7 @@ from functools import partial
 import torch
 
 from undula.config.job import LoadedSpec
-from undula.driver.preflight import on_machines
+from undula.driver.preflight import Prepared, on_machines
 from undula.driver.record import LaunchSpec
 from undula.driver.training import Place, TrainFunction, end_on_sigterm
 from undula.errors import INTERRUPTED, SpecError, StorageError, one_line
@@ -29,7 +29,7 @@ from undula.train.single_process import SingleProcess
 
 
 @contextmanager
-def in_process(loaded: LoadedSpec, store: Store) -> Iterator[Place]:
+def in_process(loaded: LoadedSpec, prepared: Prepared) -> Iterator[Place]:
     """Open this process for a job, as its only worker.
 
     Raises:
@@ -42,8 +42,8 @@ def in_process(loaded: LoadedSpec, store: Store) -> Iterator[Place]:
     loaded = on_machines(loaded, torch.cuda.is_available)
     if loaded.spec.workers.gpus and not torch.cuda.is_available():
         raise SpecError(f"{loaded.origin('workers.gpus')}: torch sees no GPU in this process; set workers.gpus=0")
-    publish = _Screen(CommonRecorder(store))
-    yield Place(loaded, publish, partial(_fit, store, publish))
+    publish = _Screen(CommonRecorder(prepared.store))
+    yield Place(loaded, publish, partial(_fit, prepared.store, publish))
 
 
 @dataclass

@@ -70,7 +70,7 @@ def script_facts(train: Callable[[Run], None], loaded: LoadedSpec, num_rows: int
     """
     with (
         _world(),
-        without_breakpoints(),
+        _without_breakpoints(),
         redirect_stdout(io.StringIO()),
         warnings.catch_warnings(),
         ExitStack() as stack,
@@ -100,7 +100,7 @@ def script_facts(train: Callable[[Run], None], loaded: LoadedSpec, num_rows: int
 
 
 @contextmanager
-def without_breakpoints() -> Iterator[None]:
+def _without_breakpoints() -> Iterator[None]:
     """Let `breakpoint()` do nothing, because the script runs once more to train."""
     hook = sys.breakpointhook
     sys.breakpointhook = lambda *_, **__: None

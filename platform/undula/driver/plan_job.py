@@ -1,7 +1,7 @@
 """Plan of a job before GPUs are rented: what its script counts, put together with kinds of GPUs, numbers of workers and prices."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -13,12 +13,12 @@ import yaml
 from undula.config.job import JobSpec, absolute_paths, load_spec, script_of
 from undula.config.secrets import has_secret
 from undula.config.yaml_edit import with_values
-from undula.driver.count_job import JobCount, counted_by_script, setting_of, sizes_of
+from undula.driver.count_job import JobCount, counted_by_script, passes_of, setting_of, sizes_of
 from undula.errors import SpecError, one_line
 from undula.plan.candidates import Candidate, Kind, Offer, Target, TargetKind, Workload, candidates, chosen, rates_of
 from undula.plan.fleet import ON_DEMAND, SPOT
 from undula.plan.gpus import GIB, GPUS, Gpu
-from undula.plan.memory import extrapolated
+from undula.plan.memory import division_of
 from undula.plan.precision import Compute
 from undula.plan.prices import Machine, Prices
 from undula.plan.rates import MeasuredRates, read_rates
@@ -122,7 +122,7 @@ def plan_job(
         )
     if measured:
         _check_cpus(measured, spec)
-    own, kinds = setting_of(spec), _kinds(counted, sizes_of(spec))
+    own, kinds = setting_of(spec), [*_kinds(counted)]
     workload = Workload(counted.state, kinds, spec.plan, counted.steps, wire_of(spec), counted.tokens)
     found = candidates(workload, offers, sensible, Link(*link), changes_per_hour, partial(_rates, measured))
     able = (each for each in found if not measured or _is_measured(each, measured))
@@ -168,7 +168,7 @@ def expected_rates(
             virtual_workers=spec.plan.virtual_workers * factor,
             global_batch=spec.plan.global_batch * factor,
         )
-        division = Workload(counted.state, (), plan, counted.steps, wire_of(spec)).division(own.samples, workers)
+        division = division_of(plan, own.samples, workers, wire_of(spec))
         link = measured.link or Link(0.0, math.inf)
         step = step_seconds(counted.state, counted.passes[own], division, measured.of(own.compute, workers), link)
         found[workers] = plan.global_batch / step.total
@@ -209,21 +209,12 @@ def applied(job: Path, overrides: Sequence[str], candidate: Candidate[Setting], 
     return with_values(job.read_text(encoding="utf-8"), values)
 
 
-def _kinds(counted: JobCount, sizes: Sequence[int]) -> list[Kind[Setting]]:
-    """Return the ways to compute of all sizes, from the counts of a few. fp16 takes the memory of bf16."""
-    found: list[Kind[Setting]] = []
-    for compute, policy in dict.fromkeys((each.compute, each.activations) for each in counted.passes):
-        known = {
-            setting.samples: passes
-            for setting, passes in counted.passes.items()
-            if (setting.compute, setting.activations) == (compute, policy)
-        }
-        names: list[Compute] = [compute, "fp16"] if compute == "bf16" else [compute]
-        low, high = known[min(known)], known[max(known)]
-        for size in sizes:
-            passes = known.get(size) or (low if low is high else extrapolated(low, high, size))
-            found += [Kind(Setting(name, policy, size), name, replace(passes, samples=size)) for name in names]
-    return found
+def _kinds(counted: JobCount) -> Iterator[Kind[Setting]]:
+    """Yield the ways to compute of all sizes. fp16 takes the memory of bf16."""
+    for setting, passes in passes_of(counted.passes, sizes_of(counted.spec)):
+        names: list[Compute] = [setting.compute, "fp16"] if setting.compute == "bf16" else [setting.compute]
+        for name in names:
+            yield Kind(replace(setting, compute=name), name, passes)
 
 
 def _is_sensible(candidate: Candidate[Setting]) -> bool:

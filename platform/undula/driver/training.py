@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from undula.config.job import LoadedSpec
-from undula.data.script.indexed import ScriptData
 from undula.driver.preflight import Prepared, prepare
 from undula.driver.record import LaunchSpec, record_job
 from undula.driver.trackers import Tracking, send_rest
@@ -16,7 +15,6 @@ from undula.errors import FAILED, INTERRUPTED
 from undula.state.directory import FILES, delete_run, held
 from undula.state.events import EndEvent, Event, ValidationEvent
 from undula.state.ledger import last_event, read_ledger, steps_done
-from undula.storage import Store
 from undula.telemetry.event_recorder import EventRecorder
 from undula.telemetry.messages import Publisher
 from undula.telemetry.tracker import Tracker
@@ -35,7 +33,7 @@ class Place:
     """Function that shows messages to the user."""
     fit: Callable[[TrainFunction, LaunchSpec], str | None]
     """Function that trains, and returns the story of the failure if training failed."""
-    estimate: Callable[[TrainFunction, ScriptData | None], Event | None] = lambda _train, _data: None
+    estimate: Callable[[], Event | None] = lambda: None
     """Function that returns what a worker needs there by the counts of the script, and refuses a job that does not fit."""
     keep: Callable[[str], None] = lambda _text: None
     """Function that keeps a text in the run directory, below what the workers have printed."""
@@ -44,7 +42,7 @@ class Place:
 def train_job(
     loaded: LoadedSpec,
     train: TrainFunction,
-    open_place: Callable[[LoadedSpec, Store], AbstractContextManager[Place]],
+    open_place: Callable[[LoadedSpec, Prepared], AbstractContextManager[Place]],
     fresh: bool,
     trackers: Sequence[Tracker],
 ) -> None:
@@ -53,7 +51,7 @@ def train_job(
     Args:
         loaded: The job.
         train: Train function of the script.
-        open_place: Function that opens the place where the job trains, given the job and the run directory.
+        open_place: Function that opens the place where the job trains, given the job and what its checks have found.
         fresh: Whether to delete the run in the run directory and start over.
         trackers: Experiment trackers of the script, beside those of the job.
 
@@ -69,8 +67,8 @@ def train_job(
         print(f"{store.url} is finished, so there is nothing to do; give --fresh to delete the run and start over")
         return
     with held(store):
-        with open_place(loaded, store) as place:
-            estimate = place.estimate(train, prepared.script_data)
+        with open_place(loaded, prepared) as place:
+            estimate = place.estimate()
             if fresh:
                 delete_run(store)
             spec = record_job(place.loaded, prepared.plan, store, prepared.script_data)

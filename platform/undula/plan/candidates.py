@@ -2,11 +2,12 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from math import inf
 from typing import Any, Generic, Literal, TypeVar, assert_never
 
 from undula.plan.gpus import CONTEXT_BYTES, MARGIN, Gpu
-from undula.plan.memory import Division, Parts, PassCount, StateCount, moments, peak
+from undula.plan.memory import Parts, PassCount, StateCount, division_of, moments, peak
 from undula.plan.plan import PlanSpec
 from undula.plan.scaling import Link
 from undula.plan.step_time import StepSeconds, step_seconds
@@ -115,11 +116,6 @@ class Workload(Generic[Setting]):
     tokens: int | None = None
     """Number of tokens of each sample; None if it is not known."""
 
-    def division(self, samples: int, workers: int) -> Division:
-        """Return the division of a step among some workers, with micro-batches of so many samples."""
-        share = self.plan.global_batch // self.plan.virtual_workers
-        return Division(self.plan.virtual_workers, -(-share // samples), workers, self.wire)
-
 
 def candidates(
     workload: Workload[Setting],
@@ -160,12 +156,12 @@ def _candidate(
     flops_of_sample: float,
 ) -> Candidate[Setting]:
     passes, compute = kind.passes, kind.compute
-    division = workload.division(passes.samples, workers)
+    divided = partial(division_of, workload.plan, passes.samples, wire=workload.wire)
+    division = divided(workers)
     memory = peak(moments(workload.state, passes, division, context=CONTEXT_BYTES))
     step = step_seconds(workload.state, passes, division, rates(offer.gpu, compute, workers), link)
     batch = workload.plan.global_batch
-    single = workload.division(passes.samples, 1)
-    alone = step_seconds(workload.state, passes, single, rates(offer.gpu, compute, 1), link)
+    alone = step_seconds(workload.state, passes, divided(1), rates(offer.gpu, compute, 1), link)
     speed = batch / step.total
     hours = workload.steps * step.total / 3600
     # Of each hour, the changes of all workers take their outages.

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from functools import lru_cache
 
+from undula.plan.plan import PlanSpec
 from undula.plan.tree import Fold, assign, roots
 from undula.plan.work import Work
 
@@ -119,6 +120,12 @@ class Division:
     world_size: int
     wire: float = 1.0
     """Bytes of a number in the sums of gradients, relative to those of a number in a gradient."""
+
+
+def division_of(plan: PlanSpec, samples: int, workers: int, wire: float = 1.0) -> Division:
+    """Return the division of a plan's step among some workers, with micro-batches of so many samples."""
+    share = plan.global_batch // plan.virtual_workers
+    return Division(plan.virtual_workers, -(-share // samples), workers, wire)
 
 
 @lru_cache(maxsize=1024)

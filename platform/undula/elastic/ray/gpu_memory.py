@@ -70,7 +70,9 @@ def _of_machines(labels: Iterator[Mapping[str, str]]) -> Iterator[NodeGpu]:
 def _asked(nodes: Sequence[Mapping[str, Any]]) -> Iterator[NodeGpu]:
     task: Any = ray.remote(least_memory)
     asked = {
-        task.options(num_cpus=0, label_selector={"ray.io/node-id": node["NodeID"]}).remote(): node
+        task.options(num_cpus=0, label_selector={"ray.io/node-id": node["NodeID"]}).remote(
+            node["Resources"]["GPU"]
+        ): node
         for node in nodes
         if GPU_GIB not in node["Labels"]
     }
@@ -85,12 +87,16 @@ def _kind(resources: Mapping[str, float]) -> str:
     return next((name.removeprefix(KIND) for name in resources if name.startswith(KIND)), "")
 
 
-def least_memory() -> float | None:
-    """Return the bytes of this machine's smallest GPU that CUDA can use; None if NVIDIA's tool is not there or cannot tell them."""
+def least_memory(count: float) -> float | None:
+    """Return the bytes of this machine's smallest GPU that CUDA can use; None if NVIDIA's tool is not there or cannot tell them.
+
+    If the machine has more than `count` GPUs, the number that Ray has, it is the largest one, because any of them may be Ray's.
+    """
     query = ["nvidia-smi", "--query-gpu=memory.total,memory.reserved", "--format=csv,noheader,nounits"]
     try:
         told = subprocess.run(query, check=True, capture_output=True, text=True, timeout=LIMIT_S / 2).stdout
         rows = [[float(cell) for cell in line.split(",")] for line in told.splitlines()]
-        return min(total - reserved for total, reserved in rows) * 2**20
+        sizes = [(total - reserved) * 2**20 for total, reserved in rows]
+        return max(sizes) if len(sizes) > count else min(sizes)
     except (OSError, subprocess.SubprocessError, ValueError):
         return None
