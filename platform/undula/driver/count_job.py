@@ -9,11 +9,15 @@ from typing import Any
 from pydantic import TypeAdapter
 
 from undula.config.job import JobSpec, LoadedSpec
-from undula.driver.preflight import check_job, examine
+from undula.data.script.indexed import IndexedData
+from undula.data.stored.mixture import Mixture
+from undula.data.stored.reads import WindowReads
+from undula.driver.preflight import Examined, check_job, examine
 from undula.driver.print_job import failure_of, run_for_output
 from undula.driver.record import job_of
 from undula.errors import SpecError
 from undula.parallel.spec import ActivationsSpec
+from undula.plan.host_memory import NO_DATA, DataCount
 from undula.plan.memory import PassCount, StateCount
 from undula.plan.precision import Compute
 from undula.train.dry_run.count import count
@@ -31,6 +35,7 @@ KEEPS = ("all", "selective", "sqrt", "none")
 """Policies for activations that are compared."""
 MOST_SIZES = 5
 """Maximum number of sizes of micro-batches that are compared, from the largest one on and from the job's own one on."""
+MIB = 2**20
 MARK = "undula count: "
 """Beginning of the line of a script's output that has the result."""
 
@@ -49,6 +54,8 @@ class JobCount:
     """Number of steps of the plan."""
     tokens: int | None
     """Number of tokens of each sample; None if it is not known."""
+    data: DataCount = NO_DATA
+    """What a worker needs on its host to read the data."""
 
 
 def print_count(loaded: LoadedSpec, train: Callable[[Run], None]) -> None:
@@ -72,6 +79,7 @@ def print_count(loaded: LoadedSpec, train: Callable[[Run], None]) -> None:
         "is_fake": counted.is_fake,
         "steps": examined.plan.total_steps,
         "tokens": counted.tokens,
+        "data": asdict(counted.data if examined.script_data else _stored(examined, loaded.spec)),
     }
     print(f"{MARK}{json.dumps(result)}", flush=True)
 
@@ -94,7 +102,24 @@ def counted_by_script(script: Path, job: Path, overrides: Sequence[str], project
         result["is_fake"],
         result["steps"],
         result["tokens"],
+        DataCount(**result["data"]),
     )
+
+
+def _stored(examined: Examined, spec: JobSpec) -> DataCount:
+    """Return what a worker needs to read stored data."""
+    assert not isinstance(examined.data, IndexedData)
+    manifests = examined.data.manifests if isinstance(examined.data, Mixture) else (examined.data,)
+    groups = spec.plan.window if spec.plan.shuffle == "window" else 1
+    window = whole = 0
+    for manifest in manifests:
+        reads = WindowReads(manifest, manifest.select(spec.data.columns))
+        sizes = [reads.decoded_bytes(group, int(rows)) for group, rows in enumerate(manifest.row_counts)]
+        window += min(groups * max(sizes, default=0), sum(sizes))
+        whole += sum(sizes)
+    read = whole * examined.plan.total_samples // max(examined.data.num_rows, 1)
+    has_tasks = spec.data.read_tasks and read > spec.data.head_mib * MIB
+    return DataCount(window, min(spec.data.prefetch_mib * MIB, read), spec.data.read_tasks if has_tasks else 0)
 
 
 def _refuse_uncounted(spec: JobSpec) -> None:

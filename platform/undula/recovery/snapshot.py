@@ -35,8 +35,6 @@ Age = tuple[int, int]
 """(attempt, steps) of a state. The state of a later attempt is newer, even if an earlier attempt had committed more steps."""
 NEVER: Age = (-1, -1)
 """Age that is older than that of any state."""
-FREE_SHARE = 0.5
-"""Maximum share of the free memory that snapshots may take."""
 SLOTS = ("a", "b")
 """Names of the two places in which a rank writes its snapshots in turn."""
 DATA, META = "data", "meta.json"
