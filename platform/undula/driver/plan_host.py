@@ -65,13 +65,18 @@ def host_tree(planned: Planned) -> dict[str, Any]:
 def _worst(planned: Planned, load: HostLoad) -> dict[str, tuple[HostParts, int]]:
     """Return the most that a host takes with any number of workers, and the workers on it, for each machine with known memory."""
     found: dict[str, tuple[HostParts, int]] = {}
-    for gpu, machine, workers in {(each.offer.gpu, each.offer.machine, each.workers) for each in planned.candidates}:
-        if machine in MACHINE_GIB:
-            there = min(workers, gpu.machines[machine])
-            parts = parts_of_host(load, there, workers)
-            if machine not in found or parts.total > found[machine][0].total:
-                found[machine] = parts, there
-    return dict(sorted(found.items()))
+    for machine, workers, gpus in sorted(
+        {
+            (each.offer.machine, each.workers, each.offer.gpu.machines[each.offer.machine])
+            for each in planned.candidates
+            if each.offer.machine in MACHINE_GIB
+        }
+    ):
+        there = min(workers, gpus)
+        parts = parts_of_host(load, there, workers)
+        if machine not in found or parts.total > found[machine][0].total:
+            found[machine] = parts, there
+    return found
 
 
 def _problem(machine: str, parts: HostParts, workers: int) -> str | None:
