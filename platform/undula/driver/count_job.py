@@ -9,16 +9,16 @@ from typing import Any
 from pydantic import TypeAdapter
 
 from undula.config.job import JobSpec, LoadedSpec
-from undula.data.script.indexed import IndexedData
-from undula.data.stored.mixture import Mixture
+from undula.data.stored.mixture import Mixture, StoredData
 from undula.data.stored.reads import WindowReads
-from undula.driver.preflight import Examined, check_job, examine
+from undula.driver.preflight import check_job, examine
 from undula.driver.print_job import failure_of, run_for_output
 from undula.driver.record import job_of
 from undula.errors import SpecError
 from undula.parallel.spec import ActivationsSpec
 from undula.plan.host_memory import NO_DATA, DataCount
 from undula.plan.memory import PassCount, StateCount
+from undula.plan.plan import Plan
 from undula.plan.precision import Compute
 from undula.train.dry_run.count import count
 from undula.train.dry_run.counting import Setting
@@ -69,7 +69,8 @@ def print_count(loaded: LoadedSpec, train: Callable[[Run], None]) -> None:
         UndulaError: The job is invalid, or has a setting that is not modelled.
     """
     _refuse_uncounted(loaded.spec)
-    examined = examine(train, loaded, check_job(loaded))
+    stored = check_job(loaded)
+    examined = examine(train, loaded, stored)
     job = job_of(loaded, "", script_data=examined.script_data)
     counted = count(train, job, _asked(loaded.spec))
     result = {
@@ -79,7 +80,7 @@ def print_count(loaded: LoadedSpec, train: Callable[[Run], None]) -> None:
         "is_fake": counted.is_fake,
         "steps": examined.plan.total_steps,
         "tokens": counted.tokens,
-        "data": asdict(counted.data if examined.script_data else _stored(examined, loaded.spec)),
+        "data": asdict(data_count(stored, examined.plan, loaded.spec) if stored else counted.data),
     }
     print(f"{MARK}{json.dumps(result)}", flush=True)
 
@@ -106,19 +107,22 @@ def counted_by_script(script: Path, job: Path, overrides: Sequence[str], project
     )
 
 
-def _stored(examined: Examined, spec: JobSpec) -> DataCount:
-    """Return what a worker needs to read stored data."""
-    assert not isinstance(examined.data, IndexedData)
-    manifests = examined.data.manifests if isinstance(examined.data, Mixture) else (examined.data,)
-    groups = spec.plan.window if spec.plan.shuffle == "window" else 1
+def data_count(data: StoredData, plan: Plan, spec: JobSpec) -> DataCount:
+    """Return what a worker needs on its host to read stored data, without what a transform of the script adds.
+
+    Args:
+        data: The data.
+        plan: Plan of the run.
+        spec: The job.
+    """
     window = whole = 0
-    for manifest in manifests:
+    for manifest in data.manifests if isinstance(data, Mixture) else (data,):
         reads = WindowReads(manifest, manifest.select(spec.data.columns))
         sizes = [reads.decoded_bytes(group, int(rows)) for group, rows in enumerate(manifest.row_counts)]
-        window += min(groups * max(sizes, default=0), sum(sizes))
+        window += sum(sorted(sizes)[-spec.plan.window if spec.plan.shuffle == "window" else -1 :])
         whole += sum(sizes)
-    read = whole * examined.plan.total_samples // max(examined.data.num_rows, 1)
-    has_tasks = spec.data.read_tasks and read > spec.data.head_mib * MIB
+    read = whole * plan.total_samples // data.num_rows
+    has_tasks = read > spec.data.head_mib * MIB  # otherwise the worker reads everything itself
     return DataCount(window, min(spec.data.prefetch_mib * MIB, read), spec.data.read_tasks if has_tasks else 0)
 
 

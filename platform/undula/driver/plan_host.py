@@ -42,7 +42,7 @@ def host_sentences(planned: Planned) -> Iterator[str]:
     parts = {label: getattr(alone, name) for name, label in LABELS.items()}
     listed = ", ".join(f"{label} {gib_text(size)}" for label, size in parts.items() if size)
     text = (
-        f"A worker takes about {gib_text(alone.total - alone.change)} of the memory of its host: {listed}; "
+        f"Beside the GiB of the table, a worker takes about {gib_text(alone.total - alone.change)} on its host: {listed}; "
         f"and {gib_text(alone.change)} more while the workers change."
     )
     if most > 1:

@@ -10,14 +10,16 @@ from math import ceil
 
 from undula.plan.gpus import GIB
 
-WORKER_BYTES = 0.9 * GIB
-"""Memory of a worker's process with torch and Ray, before the script makes anything and without the libraries of CUDA."""
-READER_BYTES = 0.25 * GIB
-"""Memory of a process of Ray Data, or of a loader process, beside its data."""
+WORKER_BYTES = 0.7 * GIB
+"""Memory of a worker's process: with torch and Ray, but without the libraries of CUDA, which no measurement here has."""
+TASK_BYTES = 0.4 * GIB
+"""Memory of a process of Ray Data, beside the rows."""
+LOADER_BYTES = 0.1 * GIB
+"""Memory of a loader process, beside its samples. It shares its libraries with the process that it is forked from."""
 NODE_BYTES = 0.5 * GIB
-"""Memory of Ray's processes on a node."""
-HEAD_BYTES = 1.5 * GIB
-"""Memory of Ray's processes, the driver and the controller on the head."""
+"""Memory of Ray's own processes on a node with workers."""
+HEAD_BYTES = 2.0 * GIB
+"""Memory of Ray's own processes, the controller and the driver on the head."""
 SLOTS = 2
 """Number of snapshots that a host holds. One of them is whole while the other one is written."""
 WINDOWS_AHEAD = 2
@@ -100,7 +102,7 @@ def parts_of_host(load: HostLoad, workers: int, world_size: int) -> HostParts:
     batches = BATCHES + LOADED_AHEAD * data.loaders
     rows = windows * data.window_bytes + data.ahead_bytes + batches * load.batch_bytes + data.dataset_bytes
     return HostParts(
-        processes=NODE_BYTES + workers * (WORKER_BYTES + (data.read_tasks + data.loaders) * READER_BYTES),
+        processes=NODE_BYTES + workers * (WORKER_BYTES + data.read_tasks * TASK_BYTES + data.loaders * LOADER_BYTES),
         snapshots=SLOTS * state * load.takes_snapshots,
         checkpoint=state * workers / world_size,
         replicas=state,

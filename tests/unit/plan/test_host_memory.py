@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 from undula.plan.gpus import GIB, GPUS, MACHINE_GIB
 from undula.plan.host_memory import (
     HEAD_BYTES,
+    LOADER_BYTES,
     NODE_BYTES,
-    READER_BYTES,
+    TASK_BYTES,
     WORKER_BYTES,
     DataCount,
     HostLoad,
@@ -39,7 +40,7 @@ LOADS = st.builds(
 
 def test_a_worker_alone_holds_what_it_should() -> None:
     parts = parts_of_host(LOAD, 1, 1)
-    assert parts.processes == NODE_BYTES + WORKER_BYTES + 2 * READER_BYTES
+    assert parts.processes == NODE_BYTES + WORKER_BYTES + 2 * TASK_BYTES
     assert parts.snapshots == 2 * GIB
     assert parts.checkpoint == parts.replicas == GIB
     assert parts.data == (8 + 2) * 1000 + 5000 + 3 * 10
@@ -50,7 +51,7 @@ def test_a_worker_alone_holds_what_it_should() -> None:
 def test_loader_processes_have_micro_batches_and_copies_of_the_dataset() -> None:
     parts = parts_of_host(replace(LOAD, data=DataCount(loaders=3, dataset_bytes=777)), 2, 2)
     assert parts.data == 2 * ((3 + 2 * 3) * 10 + 777)
-    assert parts.processes == NODE_BYTES + 2 * (WORKER_BYTES + 3 * READER_BYTES)
+    assert parts.processes == NODE_BYTES + 2 * (WORKER_BYTES + 3 * LOADER_BYTES)
 
 
 @given(LOADS, st.integers(1, 7))

@@ -23,10 +23,10 @@ from undula.plan.host_memory import NO_DATA, DataCount
 from undula.plan.memory import PassCount, StateCount
 from undula.plan.plan import MicroBatch, OptimizerStep
 from undula.plan.precision import FP32, Compute
-from undula.recovery.live_state import LiveState
-from undula.recovery.snapshot import Arrangement
+from undula.recovery.snapshot import aligned_bytes
 from undula.recovery.worker_state import LeaveGroup, WorkerState
-from undula.state.pieces import is_sharded
+from undula.state.pieces import Piece, is_sharded
+from undula.state.values import leaves
 from undula.train.boundary import StepBoundary
 from undula.train.dry_run.rehearsal import LocalSession, RehearsalLoop
 from undula.train.dry_run.storages import LiveStorages, WithoutAttentionDropout, storage_bytes
@@ -227,7 +227,6 @@ class CountingLoop(RehearsalLoop):
         self.begun: Setting | None = None
         self.lengths: set[int | None] = set()
         module, optimizer = self.model.engine.module, self.model.optimizer
-        self._saved = LiveState(parts.model, optimizer, self._beside)
         parameters = [*module.parameters()]
         trainable = self.model.engine.trainable
         own, buffers = storage_bytes(parameters), storage_bytes([*module.buffers()])
@@ -293,8 +292,14 @@ class CountingLoop(RehearsalLoop):
             optimizer_bytes=self.state.optimizer_bytes + made,
             update_bytes=self._live.peak - self._live.bytes,
             update_moved_bytes=self._live.moved,
-            snapshot_bytes=Arrangement(self._saved.held().pieces).bytes,
+            snapshot_bytes=self._snapshot_bytes(),
         )
+
+    def _snapshot_bytes(self) -> int:
+        """Return the size of a snapshot. `LiveState` would refuse fake tensors."""
+        pieces = (value.tensor for value in self._beside().values() if isinstance(value, Piece))
+        saved = leaves([self.model.engine.module.state_dict(), self.model.optimizer.state_dict(), [*pieces]])
+        return sum(aligned_bytes(value) for value in saved if isinstance(value, Tensor))
 
 
 def _constant(work: list[MicroBatch]) -> Callable[[int], list[MicroBatch]]:
