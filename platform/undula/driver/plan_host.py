@@ -1,13 +1,13 @@
 """Memory of the hosts of a planned job: what its workers and its head take there, and whether machines with known memory have it."""
 
 from collections.abc import Iterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 from undula.driver.plan_job import Planned
 from undula.driver.plan_table import gib_text
 from undula.plan.gpus import GIB, MACHINE_GIB
-from undula.plan.host_memory import HostLoad, HostParts, fits_host, has_room_for_snapshots, parts_of_head, parts_of_host
+from undula.plan.host_memory import HostLoad, HostParts, has_room_for_snapshots, parts_of_head, parts_of_host
 from undula.state.defaults import FREE_SHARE
 
 LABELS = {
@@ -19,6 +19,10 @@ LABELS = {
     "activations": "activations",
 }
 """Parts of what a host holds while it trains, as a sentence names them."""
+
+
+SHOWN = 0.05
+"""Smallest part in GiB that a sentence names."""
 
 
 def load_of(planned: Planned) -> HostLoad:
@@ -38,21 +42,14 @@ def load_of(planned: Planned) -> HostLoad:
 def host_sentences(planned: Planned) -> Iterator[str]:
     """Yield what the job takes on its hosts, and which machines do not have it, in sentences."""
     load, most = load_of(planned), max(each.workers for each in planned.candidates)
-    alone, head = parts_of_host(load, 1, 1), parts_of_head(load, is_one_host=True)
-    parts = {label: getattr(alone, name) for name, label in LABELS.items()}
-    listed = ", ".join(f"{label} {gib_text(size)}" for label, size in parts.items() if size)
-    text = (
-        f"Beside the GiB of the table, a worker takes about {gib_text(alone.total - alone.change)} on its host: {listed}; "
-        f"and {gib_text(alone.change)} more while the workers change."
-    )
+    alone, together, head = parts_of_host(load, 1, 1), parts_of_host(load, most, most), parts_of_head(load, True)
+    sizes = {label: getattr(alone, name) for name, label in LABELS.items()}
+    listed = ", ".join(f"{label} {gib_text(size)}" for label, size in sizes.items() if size > SHOWN * GIB)
+    text = f"Beside the GiB of the table, a worker takes about {_taken(alone)} of the memory of its host: {listed}."
     if most > 1:
-        together = parts_of_host(load, most, most)
-        text += (
-            f" {most} workers on one host take {gib_text(together.total - together.change)}, and {gib_text(together.change)} more "
-            "while they change."
-        )
+        text += f" {most} workers on one host take {_taken(together)}."
     yield f"{text} The head takes {gib_text(head.total)}, of which {gib_text(head.replicas)} are copies of the state."
-    yield from filter(None, (_problem(machine, *worst) for machine, worst in _worst(planned, load).items()))
+    yield from filter(None, (_problem(machine, load, *worst) for machine, worst in _worst(planned, load).items()))
 
 
 def host_tree(planned: Planned) -> dict[str, Any]:
@@ -62,33 +59,36 @@ def host_tree(planned: Planned) -> dict[str, Any]:
     return {"hosts": hosts, "head": asdict(parts_of_head(load, is_one_host=True))}
 
 
-def _worst(planned: Planned, load: HostLoad) -> dict[str, tuple[HostParts, int]]:
-    """Return the most that a host takes with any number of workers, and the workers on it, for each machine with known memory."""
-    found: dict[str, tuple[HostParts, int]] = {}
-    for machine, workers, gpus in sorted(
-        {
-            (each.offer.machine, each.workers, each.offer.gpu.machines[each.offer.machine])
-            for each in planned.candidates
-            if each.offer.machine in MACHINE_GIB
-        }
-    ):
-        there = min(workers, gpus)
-        parts = parts_of_host(load, there, workers)
-        if machine not in found or parts.total > found[machine][0].total:
-            found[machine] = parts, there
-    return found
+def _taken(parts: HostParts) -> str:
+    text = gib_text(parts.total - parts.change)
+    return f"{text} ({gib_text(parts.total)} while workers change)" if parts.change > SHOWN * GIB else text
 
 
-def _problem(machine: str, parts: HostParts, workers: int) -> str | None:
+def _worst(planned: Planned, load: HostLoad) -> dict[str, tuple[int, int]]:
+    """Return the numbers of workers on a host and in all with which it takes most, for each machine with known memory."""
+    found: dict[str, list[tuple[int, int]]] = {}
+    for each in planned.candidates:
+        offer = each.offer
+        if offer.machine in MACHINE_GIB:
+            sizes = min(each.workers, offer.gpu.machines[offer.machine]), each.workers
+            found.setdefault(offer.machine, []).append(sizes)
+    return {machine: max(sizes, key=lambda each: parts_of_host(load, *each).total) for machine, sizes in found.items()}
+
+
+def _problem(machine: str, load: HostLoad, workers: int, world_size: int) -> str | None:
     """Return what a machine does not have room for; None if it has room for everything."""
-    memory = MACHINE_GIB[machine] * GIB
-    name = f"{machine} has {MACHINE_GIB[machine]} GiB"
-    if not fits_host(parts, memory):
-        needed = gib_text(parts.total - parts.snapshots)
-        return f"{name}, but {workers} of its workers take up to {needed} without snapshots; choose a machine with more memory."
+    memory, name = MACHINE_GIB[machine] * GIB, f"{machine} has {MACHINE_GIB[machine]} GiB"
+    # Snapshots are left out if they do not fit.
+    least = parts_of_host(replace(load, takes_snapshots=False), workers, world_size).total
+    if least > memory:
+        subject = f"{workers} workers take" if workers > 1 else "a worker takes"
+        return (
+            f"{name}, but {subject} up to {gib_text(least)} there without snapshots; choose a machine with more memory."
+        )
+    parts = parts_of_host(load, workers, world_size)
     if not has_room_for_snapshots(parts, memory, FREE_SHARE):
         return (
-            f"{name}, too little for two snapshots of {gib_text(parts.snapshots / 2)}, so the run takes none there and resumes from "
+            f"{name}, too little for two snapshots of {gib_text(load.state_bytes)}, so the run takes none there and resumes from "
             "checkpoints if all workers are lost."
         )
     return None

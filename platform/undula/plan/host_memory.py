@@ -28,6 +28,8 @@ BATCHES = 3
 """Number of micro-batches of a worker: the one that was read, and two in pinned memory, of which one is being copied to the GPU."""
 LOADED_AHEAD = 2
 """Number of micro-batches that a loader process loads ahead."""
+LEAVING = 3
+"""Number of copies of the state that rank 0 makes to give it to the head, if all workers leave."""
 SHARED_MEMORY_SHARE = 0.5
 """Share of the memory of a host that Linux gives to `/dev/shm`, where snapshots are."""
 
@@ -77,12 +79,12 @@ class HostParts:
     checkpoint: float = 0.0
     """Shares of a checkpoint that is being written."""
     replicas: float = 0.0
-    """Copies of the state for the head: on their way, and on the head itself also those that it keeps."""
+    """Replicas for the head: one on its way, and on the head itself also those that it keeps."""
     data: float = 0.0
     """Decoded rows, micro-batches and copies of the dataset."""
     activations: float = 0.0
     change: float = 0.0
-    """Copies of the state while the workers change. Each worker has one for the next group, unless it sends the last one to the head."""
+    """Further copies of the state while the workers change."""
 
     @property
     def total(self) -> float:
@@ -101,15 +103,18 @@ def parts_of_host(load: HostLoad, workers: int, world_size: int) -> HostParts:
     windows = ceil(load.virtual_workers / world_size) + WINDOWS_AHEAD
     batches = BATCHES + LOADED_AHEAD * data.loaders
     rows = windows * data.window_bytes + data.ahead_bytes + batches * load.batch_bytes + data.dataset_bytes
+    checkpoint = state * workers / world_size
+    replicas = state if workers == world_size and load.takes_snapshots else 0
     return HostParts(
         processes=NODE_BYTES + workers * (WORKER_BYTES + data.read_tasks * TASK_BYTES + data.loaders * LOADER_BYTES),
         snapshots=SLOTS * state * load.takes_snapshots,
-        checkpoint=state * workers / world_size,
-        replicas=state,
+        checkpoint=checkpoint,
+        replicas=replicas,
         data=workers * rows,
         activations=workers * load.offloaded_bytes,
-        # Rank 0 packs its copy before it sends it to the head.
-        change=max(workers, 2) * state,
+        # After a loss, each worker keeps its state or reads a snapshot. If all workers leave, nothing else is on its way, and rank 0 has
+        # a copy in host memory, one that is packed, and one in Ray's object store.
+        change=max(workers * state, LEAVING * state - checkpoint - replicas),
     )
 
 
@@ -135,8 +140,3 @@ def has_room_for_snapshots(parts: HostParts, memory_bytes: float, share: float) 
     """
     free = memory_bytes - parts.processes - parts.data - parts.activations
     return parts.snapshots <= share * min(free, SHARED_MEMORY_SHARE * memory_bytes)
-
-
-def fits_host(parts: HostParts, memory_bytes: float) -> bool:
-    """Return whether the workers fit into the memory of a host. Snapshots do not count, because they are left out if they do not fit."""
-    return parts.total - parts.snapshots <= memory_bytes

@@ -10,13 +10,14 @@ from playwright.sync_api import Browser
 
 from undula.config.job import JobSpec
 from undula.driver.count_job import JobCount
-from undula.driver.plan_host import host_sentences, host_tree
+from undula.driver.plan_host import host_sentences, host_tree, load_of
 from undula.driver.plan_job import Planned
 from undula.driver.plan_page import Conditions, render_plan
 from undula.driver.plan_reasons import reasons
 from undula.parallel.spec import ActivationsSpec
 from undula.plan.candidates import Kind, Offer, Target, Workload, candidates, chosen
 from undula.plan.gpus import GPUS
+from undula.plan.host_memory import parts_of_host
 from undula.plan.memory import PassCount, StateCount
 from undula.plan.plan import PlanSpec
 from undula.plan.scaling import Link
@@ -82,15 +83,18 @@ def test_hosts_are_named_that_lack_memory() -> None:
         "two snapshots 6.0 GiB, a checkpoint that is being written 3.0 GiB, a copy on its way to the head 3.0 GiB"
         in whole
     )
-    assert "and 6.0 GiB more while the workers change. 4 workers on one host take " in whole
+    alone, four = (parts_of_host(load_of(PLANNED), count, count) for count in (1, 4))
+    for text, parts in (("a worker takes about", alone), ("4 workers on one host take", four)):
+        now, most = (parts.total - parts.change) / GIB, parts.total / GIB
+        assert f"{text} {now:.1f} GiB ({most:.1f} GiB while workers change)" in whole
     assert whole.endswith("of which 9.0 GiB are copies of the state.")
     assert len(problems) == 1
     assert problems[0].startswith(
         "g6.xlarge has 16 GiB, too little for two snapshots of 3.0 GiB, so the run takes none there"
     )
-    larger = replace(PLANNED, counted=replace(PLANNED.counted, state=replace(STATE, snapshot_bytes=4 * GIB)))
+    larger = replace(PLANNED, counted=replace(PLANNED.counted, state=replace(STATE, snapshot_bytes=6 * GIB)))
     (problem,) = list(host_sentences(larger))[1:]
-    assert problem.startswith("g6.xlarge has 16 GiB, but 1 of its workers take up to ")
+    assert problem.startswith("g6.xlarge has 16 GiB, but a worker takes up to ")
     assert all(text in page_with() for text in (whole, *problems))
 
 
