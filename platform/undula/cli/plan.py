@@ -132,15 +132,18 @@ def plan(
 
 def _print(planned: "Planned", notes: Sequence[str], choice: Any, target: str | None, as_json: bool) -> None:
     """Print a plan as a table or as JSON, with what was taken for the size of a model."""
+    from undula.driver.plan_host import host_sentences, host_tree
     from undula.driver.plan_table import print_plan
 
     if as_json:
         tree = {"state": asdict(planned.counted.state), "candidates": [_tree(each) for each in planned.candidates]}
-        print_json({"notes": notes, **tree, "choice": None if choice is None else _tree(choice)})
+        print_json(
+            {"notes": notes, **tree, "host": host_tree(planned), "choice": None if choice is None else _tree(choice)}
+        )
         return
     for note in notes:
         click.echo(note)
-    print_plan(planned.candidates, planned.own, planned.counted.is_fake, choice)
+    print_plan(planned.candidates, planned.own, planned.counted.is_fake, choice, host_sentences(planned))
     if choice is None and target:
         click.echo(f"No configuration that fits meets --target {target}.")
 

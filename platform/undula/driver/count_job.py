@@ -7,13 +7,17 @@ from pathlib import Path
 from pydantic import TypeAdapter
 
 from undula.config.job import JobSpec, LoadedSpec
+from undula.data.stored.mixture import Mixture, StoredData
+from undula.data.stored.reads import WindowReads
 from undula.driver.count_process import received, send
 from undula.driver.preflight import check_job, examine
 from undula.driver.print_job import failure_of, run_for_output
 from undula.driver.record import job_of
 from undula.errors import SpecError
 from undula.parallel.spec import ActivationsSpec
+from undula.plan.host_memory import NO_DATA, DataCount
 from undula.plan.memory import PassCount, StateCount, extrapolated
+from undula.plan.plan import Plan
 from undula.plan.precision import Compute
 from undula.train.dry_run.count import count
 from undula.train.dry_run.counting import Setting
@@ -30,6 +34,7 @@ KEEPS = ("all", "selective", "sqrt", "none")
 """Policies for activations that are compared."""
 MOST_SIZES = 5
 """Maximum number of sizes of micro-batches that are compared, from the largest one on and from the job's own one on."""
+MIB = 2**20
 
 
 @dataclass(frozen=True)
@@ -46,6 +51,8 @@ class JobCount:
     """Number of steps of the plan."""
     tokens: int | None
     """Number of tokens of each sample; None if it is not known."""
+    data: DataCount = NO_DATA
+    """What a worker needs on its host to read the data."""
 
 
 def print_count(loaded: LoadedSpec, train: Callable[[Run], None]) -> None:
@@ -59,11 +66,14 @@ def print_count(loaded: LoadedSpec, train: Callable[[Run], None]) -> None:
         UndulaError: The job is invalid, or has a setting that is not modelled.
     """
     _refuse_uncounted(loaded.spec)
-    examined = examine(train, loaded, check_job(loaded))
+    stored = check_job(loaded)
+    examined = examine(train, loaded, stored)
     job = job_of(loaded, "", script_data=examined.script_data)
     counted = count(train, job, _asked(loaded.spec))
     spec = TypeAdapter(JobSpec).validate_python({**loaded.tree(), "config": {}})
-    send(JobCount(spec, counted.state, counted.passes, counted.is_fake, examined.plan.total_steps, counted.tokens))
+    data = data_count(stored, examined.plan, loaded.spec) if stored else counted.data
+    steps = examined.plan.total_steps
+    send(JobCount(spec, counted.state, counted.passes, counted.is_fake, steps, counted.tokens, data))
 
 
 def counted_by_script(script: Path, job: Path, overrides: Sequence[str], project: Path | None = None) -> JobCount:
@@ -77,6 +87,25 @@ def counted_by_script(script: Path, job: Path, overrides: Sequence[str], project
     if done.returncode or counted is None:
         raise failure_of(done, f"{script} cannot be counted, because it failed")
     return counted
+
+
+def data_count(data: StoredData, plan: Plan, spec: JobSpec) -> DataCount:
+    """Return what a worker needs on its host to read stored data, without what a transform of the script adds.
+
+    Args:
+        data: The data.
+        plan: Plan of the run.
+        spec: The job.
+    """
+    window = whole = 0
+    for manifest in data.manifests if isinstance(data, Mixture) else (data,):
+        reads = WindowReads(manifest, manifest.select(spec.data.columns))
+        sizes = [reads.decoded_bytes(group, int(rows)) for group, rows in enumerate(manifest.row_counts)]
+        window += sum(sorted(sizes)[-spec.plan.window if spec.plan.shuffle == "window" else -1 :])
+        whole += sum(sizes)
+    read = whole * plan.total_samples // data.num_rows
+    has_tasks = read > spec.data.head_mib * MIB  # otherwise the worker reads everything itself
+    return DataCount(window, min(spec.data.prefetch_mib * MIB, read), spec.data.read_tasks if has_tasks else 0)
 
 
 def _refuse_uncounted(spec: JobSpec) -> None:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
+from undula.driver.plan_host import host_sentences
 from undula.driver.plan_job import Planned
 from undula.driver.plan_model import count_text
 from undula.driver.plan_reasons import name_of, price_text, reasons, setting_text
@@ -132,6 +133,7 @@ def render_plan(
         "head": ["", *COLUMNS[1:6], "tokens/s" if planned.counted.tokens else "samples/s", *COLUMNS[7:]],
         "rows": _rows(planned, choice),
         "memory": [(gpu, _memory_bars(bars)) for gpu, bars in groups.items()],
+        "hosts": [*host_sentences(planned)],
         "memory_keys": [(f"m-{part}", label) for part, (label, _) in MEMORY.items()],
         "seconds": [(gpu, _second_bars(bars)) for gpu, bars in groups.items()],
         "seconds_keys": [(f"t-{part}", label) for part, (label, _) in SECONDS.items()],

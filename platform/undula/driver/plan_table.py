@@ -1,6 +1,6 @@
 """Table of the configurations in which a job could train, for the terminal."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from rich import box
 from rich.console import Console
@@ -26,7 +26,12 @@ Found = Sequence[Candidate[Setting]]
 
 
 def print_plan(
-    found: Found, own: Setting, is_fake: bool, choice: Candidate[Setting] | None, console: Console | None = None
+    found: Found,
+    own: Setting,
+    is_fake: bool,
+    choice: Candidate[Setting] | None,
+    about_hosts: Iterable[str] = (),
+    console: Console | None = None,
 ) -> None:
     """Print for each kind of GPU and number of workers the fastest configuration that fits, and that of the job's YAML.
 
@@ -35,6 +40,7 @@ def print_plan(
         own: Setting of the YAML.
         is_fake: Whether they were counted without values.
         choice: Configuration that meets the user's target; None if none does.
+        about_hosts: Sentences about the memory of the hosts.
         console: Console of the output.
     """
     console = console or Console()
@@ -49,7 +55,7 @@ def print_plan(
         table.add_row(*(Text(cell, style) for cell in (marks.get(id(candidate), ""), *cells_of(candidate))))
     console.print(table)
     console.print(LEGEND, highlight=False)
-    for sentence in sentences(found, own, is_fake):
+    for sentence in (*sentences(found, own, is_fake), *about_hosts):
         console.print(sentence, highlight=False)
     if not any(candidate.fits for candidate in found):
         console.print("No configuration fits; give --gpu a kind with more memory.", highlight=False)

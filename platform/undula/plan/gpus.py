@@ -54,6 +54,23 @@ GPUS: Mapping[str, Gpu] = {
 """Kinds of GPUs by name. Rates are those of NVIDIA's data sheets: V100 (2020), T4 (2019), A10G (AWS G5, 2021), L4 (2023), L40S (2023), A100
 (2021), H100 SXM (2023), H200 (2024) and B200 (2025); memory is that which `nvidia-smi` shows."""
 
+_MACHINES_BY_GIB = {
+    16: ("g4dn.xlarge", "g5.xlarge", "g6.xlarge"),
+    32: ("g6e.xlarge",),
+    61: ("p3.2xlarge",),
+    192: ("g4dn.12xlarge", "g5.12xlarge", "g6.12xlarge"),
+    244: ("p3.8xlarge",),
+    256: ("p5.4xlarge",),
+    384: ("g4dn.metal", "g6e.12xlarge"),
+    488: ("p3.16xlarge",),
+    768: ("g5.48xlarge", "g6.48xlarge"),
+    1152: ("p4d.24xlarge", "p4de.24xlarge"),
+    1536: ("g6e.48xlarge",),
+    2048: ("p5.48xlarge", "p5en.48xlarge", "p6-b200.48xlarge"),
+}
+MACHINE_GIB: Mapping[str, int] = {machine: gib for gib, machines in _MACHINES_BY_GIB.items() for machine in machines}
+"""Memory of the machines of GPUS in GiB, as AWS's DescribeInstanceTypes and, for P3, its list of instance types say."""
+
 
 def known_gpu(name: str, memory_bytes: float) -> Gpu | None:
     """Return the kind of GPU with a name of Ray's, such as A100, and about so much memory; None if GPUS has none."""

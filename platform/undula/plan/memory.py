@@ -38,6 +38,8 @@ class StateCount:
     """Peak of an update, beside all of these."""
     update: Work
     """What an update computes."""
+    snapshot_bytes: int = 0
+    """What a snapshot copies: tensors of the model, the optimizer and the run, each under all of its names."""
 
     @property
     def bucket_bytes(self) -> int:

@@ -14,8 +14,8 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from undula.recovery.snapshot import DATA, FREE_SHARE, SLOTS, available_memory, slots_below
-from undula.state.defaults import MEMORY
+from undula.recovery.snapshot import DATA, SLOTS, available_memory, slots_below
+from undula.state.defaults import FREE_SHARE, MEMORY
 
 RESERVED = "data.new"
 """File of a slot that has another size than its data, which it will replace."""

@@ -2,7 +2,8 @@
 
 from dataclasses import dataclass, field
 
-from undula.recovery.snapshot import FREE_SHARE, NEVER, Age, Snapshot, available_memory
+from undula.recovery.snapshot import NEVER, Age, Snapshot, available_memory
+from undula.state.defaults import FREE_SHARE
 from undula.state.pieces import Holding, is_complete
 
 

@@ -35,8 +35,6 @@ Age = tuple[int, int]
 """(attempt, steps) of a state. The state of a later attempt is newer, even if an earlier attempt had committed more steps."""
 NEVER: Age = (-1, -1)
 """Age that is older than that of any state."""
-FREE_SHARE = 0.5
-"""Maximum share of the free memory that snapshots may take."""
 SLOTS = ("a", "b")
 """Names of the two places in which a rank writes its snapshots in turn."""
 DATA, META = "data", "meta.json"
@@ -73,11 +71,16 @@ class Arrangement:
                 "replicated": piece.is_replicated,
                 "at": self.bytes,
             }
-            self.bytes += -(-piece.tensor.nbytes // 64) * 64
+            self.bytes += aligned_bytes(piece.tensor)
 
     def views(self, buffer: mmap.mmap | bytearray) -> list[Tensor]:
         """Return tensors that view the bytes of a buffer, in the order of `places`."""
         return [_view(buffer, place) for place in self.places.values()]
+
+
+def aligned_bytes(tensor: Tensor) -> int:
+    """Return the bytes that a tensor takes in a snapshot, where each begins at a multiple of 64."""
+    return -(-tensor.numel() * tensor.itemsize // 64) * 64
 
 
 @dataclass(frozen=True)

@@ -10,20 +10,23 @@ from playwright.sync_api import Browser
 
 from undula.config.job import JobSpec
 from undula.driver.count_job import JobCount
+from undula.driver.plan_host import host_sentences, host_tree, load_of
 from undula.driver.plan_job import Planned
 from undula.driver.plan_page import Conditions, render_plan
 from undula.driver.plan_reasons import reasons
 from undula.parallel.spec import ActivationsSpec
 from undula.plan.candidates import Kind, Offer, Target, Workload, candidates, chosen
 from undula.plan.gpus import GPUS
+from undula.plan.host_memory import parts_of_host
 from undula.plan.memory import PassCount, StateCount
 from undula.plan.plan import PlanSpec
 from undula.plan.scaling import Link
 from undula.plan.work import Work
+from undula.state.spec import CheckpointSpec
 from undula.train.dry_run.counting import Setting
 
 GIB = 2**30
-STATE = StateCount(GIB // 4, GIB // 4, GIB, 0, 0, GIB, GIB // 8, 2 * GIB, 0, Work(moved_bytes=4 * GIB))
+STATE = StateCount(GIB // 4, GIB // 4, GIB, 0, 0, GIB, GIB // 8, 2 * GIB, 0, Work(moved_bytes=4 * GIB), 3 * GIB)
 PASSES = PassCount(
     samples=4,
     batch_bytes=GIB // 4,
@@ -41,7 +44,7 @@ SPEC = PlanSpec(global_batch=16, virtual_workers=4)
 WORKLOAD = Workload(STATE, [Kind(OWN, "bf16", PASSES), Kind(SPARING, "bf16", SMALL)], SPEC, 100_000, tokens=512)
 OFFERS = [Offer(GPUS["L4"], "g6.xlarge", 1.0, 0.5), Offer(GPUS["H100"], "p5.4xlarge", 7.0, None)]
 FOUND = tuple(candidates(WORKLOAD, OFFERS, (1, 2, 4), Link(1e-4, 1.25e9), 0.05))
-PLANNED = Planned(OWN, JobCount(JobSpec(name="job", plan=SPEC), STATE, {}, True, 100_000, 512), FOUND)
+PLANNED = Planned(OWN, JobCount(JobSpec(name="job", plan=SPEC), STATE, {OWN: PASSES}, True, 100_000, 512), FOUND)
 CONDITIONS = Conditions(0.1, 10.0, 0.05)
 
 
@@ -71,6 +74,42 @@ def test_bars_add_up_to_what_is_needed_and_the_line_is_the_memory_of_the_gpu() -
     assert float(limit[1]) == pytest.approx(100 * own.room_bytes / own.needed_bytes, abs=0.001)
     assert "does not fit" in first.split("<svg")[0]
     assert "nearest that fits" in first.split("<h3>")[0]
+
+
+def test_hosts_are_named_that_lack_memory() -> None:
+    whole, *problems = host_sentences(PLANNED)
+    assert (
+        "two snapshots 6.0 GiB, a checkpoint that is being written 3.0 GiB, a copy on its way to the head 3.0 GiB"
+        in whole
+    )
+    alone, four = (parts_of_host(load_of(PLANNED), count, count) for count in (1, 4))
+    for text, parts in (("a worker takes about", alone), ("4 workers on one host take", four)):
+        now, most = (parts.total - parts.change) / GIB, parts.total / GIB
+        assert f"{text} {now:.1f} GiB ({most:.1f} GiB while workers change)" in whole
+    assert whole.endswith("of which 9.0 GiB are copies of the state.")
+    assert len(problems) == 1
+    assert problems[0].startswith(
+        "g6.xlarge has 16 GiB, too little for two snapshots of 3.0 GiB, so the run takes none there"
+    )
+    larger = replace(PLANNED, counted=replace(PLANNED.counted, state=replace(STATE, snapshot_bytes=6 * GIB)))
+    (problem,) = list(host_sentences(larger))[1:]
+    assert problem.startswith("g6.xlarge has 16 GiB, but a worker takes up to ")
+    assert all(text in page_with() for text in (whole, *problems))
+
+
+def test_hosts_are_the_same_in_sentences_and_in_json() -> None:
+    tree = host_tree(PLANNED)
+    assert [each["workers"] for each in tree["hosts"]] == [1, 2, 4]
+    assert {each["snapshots"] for each in tree["hosts"]} == {6 * GIB}
+    assert tree["head"]["replicas"] == 9 * GIB
+    quiet = replace(PLANNED.counted.spec, checkpoint=CheckpointSpec(snapshot_every_steps=0))
+    planned = replace(PLANNED, counted=replace(PLANNED.counted, spec=quiet))
+    assert {each["snapshots"] for each in host_tree(planned)["hosts"]} == {0}
+    assert "snapshots" not in "".join(host_sentences(planned))
+    offloading = replace(OWN, activations=replace(OWN.activations, offload=True))
+    passes = {offloading: PASSES}
+    planned = replace(PLANNED, own=offloading, counted=replace(PLANNED.counted, passes=passes))
+    assert [each["activations"] for each in host_tree(planned)["hosts"]] == [20 * GIB, 40 * GIB, 80 * GIB]
 
 
 def test_reasons_have_the_figures_of_the_table() -> None:

@@ -1,16 +1,26 @@
 """Tests of a plan's answers to targets."""
 
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
+import numpy as np
+import pyarrow as pa
 import pytest
 
 from undula.config.job import JobSpec
-from undula.driver.count_job import JobCount
+from undula.data.prepare.write import array_column, array_field, write_shards
+from undula.data.spec import DataSpec
+from undula.data.stored.mixture import Mixture
+from undula.driver.count_job import JobCount, data_count
 from undula.driver.plan_job import Planned, target_of
 from undula.driver.plan_table import dollars_text, hours_text, rate_text
 from undula.errors import SpecError
 from undula.parallel.spec import ActivationsSpec
+from undula.plan.host_memory import DataCount
 from undula.plan.memory import StateCount
+from undula.plan.plan import Plan, PlanSpec
+from undula.storage import Store
 from undula.train.dry_run.counting import Setting
 
 COUNTED = JobCount(JobSpec(name="job"), StateCount(*[0] * 10), {}, True, 1, 512)
@@ -27,6 +37,29 @@ def test_tokens_are_a_target_only_if_they_are_known() -> None:
         SpecError, match=r"--target tokens/s=N needs batches whose integer tensors are \[samples, length\]"
     ):
         unknown.choice(target)
+
+
+def test_what_reading_takes_follows_from_the_decoded_row_groups(tmp_path: Path) -> None:
+    column = array_field("x", pa.float32(), (256,))
+    table = pa.table([array_column(column, np.zeros((64, 256), np.float32))], schema=pa.schema([column]))
+    manifest = write_shards(Store(str(tmp_path)), [table], table.schema, 64, num_shards=2, row_group_bytes=8 * 1024)
+    group, whole = 8 * 1024, 64 * 1024
+    spec = JobSpec(
+        name="job", data=DataSpec(train=str(tmp_path)), plan=PlanSpec(global_batch=8, virtual_workers=2, window=3)
+    )
+
+    def counted(**settings: Any) -> DataCount:
+        changed = replace(spec, **{key: replace(getattr(spec, key), **value) for key, value in settings.items()})
+        return data_count(manifest, Plan(changed.plan, 64), changed)
+
+    assert counted() == DataCount(3 * group, whole), "the worker reads so few rows itself"
+    assert counted(plan={"shuffle": "none"}).window_bytes == group
+    assert counted(plan={"window": 100}).window_bytes == whole
+    assert counted(plan={"epochs": 3}).ahead_bytes == 3 * whole
+    assert counted(plan={"epochs": 100}, data={"prefetch_mib": 1}).ahead_bytes == 2**20
+    assert counted(data={"head_mib": 0}).read_tasks == 2
+    mixture = Mixture((manifest, manifest), (1.0, 2.0))
+    assert data_count(mixture, Plan(spec.plan, 128), spec) == DataCount(6 * group, 2 * whole)
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from conformance_cases import OTHERS, TORCH, write_job
+from conformance_cases import ALL as CASES
+from conformance_cases import leave, write_job
 from memory_kit import measured, predicted
 from memory_models import MODELS, HuggingFaces, Trained
 
@@ -13,8 +14,10 @@ from undula.config.job import load_spec
 from undula.data.script.dataset import script_data
 from undula.errors import UsageError
 from undula.parallel.spec import ActivationsSpec
+from undula.plan.host_memory import SLOTS
 from undula.plan.plan import PlanSpec
 from undula.plan.precision import PrecisionSpec
+from undula.recovery.snapshot import DATA, folder_of, slots_below
 from undula.train.dry_run.count import count
 from undula.train.dry_run.counting import Setting, length_of
 from undula.train.dry_run.storages import storage_bytes
@@ -36,8 +39,13 @@ BRIEF = [
     for case in ALL
     if case[1:] == ("fp32", "all", False) or (case[0] == "a decoder with tied weights" and case[1] == "bf16")
 ]
-GROWING = ("SGD with momentum from step 2 on", "a group added during training")
-"""Optimizers whose state grows after the first step."""
+GROWING = (
+    *("SGD with momentum from step 2 on", "a group added during training", "a branch that some steps use"),
+    *("a layer that is frozen and unfrozen", "a layer that is unfrozen once"),
+)
+"""Cases in which the state of the optimizer grows after the first step."""
+LAST = 4
+"""Step before which both slots have a snapshot of the state after it has grown."""
 
 
 def job_of(train: Trained, folder: Path, compute: str = "fp32", keep: str = "all", offload: bool = False) -> Job:
@@ -98,22 +106,32 @@ def test_activations_are_those_that_autograd_saves(tmp_path: Path, name: str) ->
     assert counted.saved_bytes == pytest.approx(sum(saved.values()), rel=tolerance)
 
 
-@pytest.mark.parametrize("name", [name for name in {**TORCH, **OTHERS} if name not in GROWING])
-def test_the_state_of_an_optimizer_is_known_in_advance(tmp_path: Path, name: str) -> None:
-    training = {**TORCH, **OTHERS}[name]
-    loaded = load_spec(Path(write_job(tmp_path)), ["plan.max_steps=2"])
+@pytest.mark.parametrize("name", CASES)
+def test_the_state_of_an_optimizer_and_a_snapshot_are_known_in_advance(tmp_path: Path, name: str) -> None:
+    training = CASES[name]
+    loaded = load_spec(Path(write_job(tmp_path)), [f"plan.max_steps={LAST + 1}", "checkpoint.snapshot_every_steps=1"])
     job = Job.of(loaded.spec, run_url=str(tmp_path / "run"), config={})
     job = replace(job, data=replace(job.data, validation=None))
     counted = count(training, job, [Setting("fp32", job.activations, 6)]).state
-    optimizers = []
+    held: list[int] = []
+    sizes: list[int] = []
 
-    def make(model: torch.nn.Module) -> torch.optim.Optimizer:
-        optimizers.append(training.make_optimizer(model))
-        return optimizers[0]
+    def measure(step: int, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        training.before_step(step, model, optimizer)
+        if step == LAST:
+            held.append(storage_bytes([*optimizer.state.values()]))
+            sizes.extend((slot / DATA).stat().st_size for slot in slots_below(folder_of(job.run_url, job.run_id)))
 
-    SingleProcess(replace(training, make_optimizer=make), job, lambda message: None)()
-    held = storage_bytes([*optimizers[0].state.values()])
-    assert counted.optimizer_bytes == pytest.approx(held, rel=0.01, abs=16)
+    # A snapshot is complete before the script's work after the step.
+    waiting = replace(training, before_step=measure, after_step=training.after_step or leave)
+    SingleProcess(waiting, job, lambda message: None)()
+    if name in GROWING:
+        assert held[0] > 1.01 * counted.optimizer_bytes
+        assert max(sizes) > 1.01 * counted.snapshot_bytes
+        return
+    assert counted.optimizer_bytes == pytest.approx(held[0], rel=0.01, abs=16)
+    assert len(sizes) == SLOTS
+    assert sizes == pytest.approx([counted.snapshot_bytes] * SLOTS, rel=0.01)
 
 
 def test_a_model_that_the_script_made_before_is_as_it_was(tmp_path: Path) -> None:

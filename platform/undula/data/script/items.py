@@ -8,6 +8,7 @@ import pickle
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from hashlib import sha256
+from io import BytesIO
 from mmap import mmap
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
@@ -21,7 +22,7 @@ from torch.utils.data import Dataset, default_collate
 
 from undula.data.script.dataset import IndexedDataset, reads_several
 from undula.data.script.generators import on_host, seed_generators
-from undula.data.script.pickling import dumps, pickle_into
+from undula.data.script.pickling import SupportsWrite, pickle_into
 from undula.errors import UsageError
 from undula.plan.keys import Ids, Keys, key64, subkeys
 from undula.plan.order import IndexOrder
@@ -106,8 +107,23 @@ class Items(Dataset[Any]):
         Raises:
             UsageError: It cannot be pickled, or a file that it has mapped was replaced.
         """
+        file = BytesIO()
+        self._pickle_into(file)
+        return file.getvalue()
+
+    def pickled_bytes(self) -> int:
+        """Return the number of bytes that `dumps` returns, without making them.
+
+        Raises:
+            UsageError: As `dumps`.
+        """
+        size = _Size()
+        self._pickle_into(size)
+        return size.bytes
+
+    def _pickle_into(self, file: SupportsWrite) -> None:
         try:
-            return dumps((self._dataset, self._collate), _for_loaders)
+            pickle_into(file, (self._dataset, self._collate), _for_loaders)
         except UsageError:
             raise
         except Exception as error:
@@ -127,6 +143,15 @@ class _Digest:
 
     def __init__(self, sha: Any):
         self.write = sha.update
+
+
+class _Size:
+    """File that keeps only the size of what is written to it."""
+
+    bytes = 0
+
+    def write(self, data: Any) -> None:
+        self.bytes += memoryview(data).nbytes
 
 
 _inodes: WeakKeyDictionary[mmap, int] = WeakKeyDictionary()

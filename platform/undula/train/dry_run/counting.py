@@ -19,12 +19,15 @@ from undula.parallel.activations import keep_activations
 from undula.parallel.engines.engine import Engine
 from undula.parallel.precision import Autocast, dtype_of
 from undula.parallel.spec import ActivationsSpec
+from undula.plan.host_memory import NO_DATA, DataCount
 from undula.plan.memory import PassCount, StateCount
 from undula.plan.plan import MicroBatch, OptimizerStep
 from undula.plan.precision import FP32, Compute
 from undula.plan.work import Work
+from undula.recovery.snapshot import aligned_bytes
 from undula.recovery.worker_state import LeaveGroup, WorkerState
-from undula.state.pieces import is_sharded
+from undula.state.pieces import Piece, is_sharded
+from undula.state.values import leaves
 from undula.train.boundary import StepBoundary
 from undula.train.dry_run.rehearsal import LocalSession, RehearsalLoop
 from undula.train.dry_run.storages import LiveStorages, WithoutAttentionDropout, storage_bytes
@@ -60,6 +63,8 @@ class Count:
     """Whether the steps had no values. Otherwise they were real ones on the CPU."""
     tokens: int | None = None
     """Number of tokens of each sample; None if it is not known."""
+    data: DataCount = NO_DATA
+    """What reading a dataset of the script needs; nothing for stored data, which are not counted here."""
 
 
 class CountingSession(LocalSession):
@@ -91,6 +96,7 @@ class CountingSession(LocalSession):
         self._fakes = FakeTensorMode(allow_non_fake_inputs=True) if is_fake else None
         self._live = LiveStorages()
         self._loop: CountingLoop | None = None
+        self._data = NO_DATA
         if not job.data.is_of_script:
             self._enter_modes()
 
@@ -105,7 +111,7 @@ class CountingSession(LocalSession):
             raise UsageError("the script ended without training; let it go through the steps of run.steps()")
         lengths = self._loop.lengths
         tokens = next(iter(lengths)) if len(lengths) == 1 else None
-        return Count(self._loop.state, self._loop.passes, self._fakes is not None, tokens)
+        return Count(self._loop.state, self._loop.passes, self._fakes is not None, tokens, self._data)
 
     @property
     def begun(self) -> Setting | None:
@@ -124,6 +130,11 @@ class CountingSession(LocalSession):
 
     def samples_of(self, data: ScriptData, training: Items, validation: Items | None) -> Any:
         samples = super().samples_of(replace(data, num_workers=0), training, validation)
+        if data.num_workers:
+            sets = [each for each in (training, validation) if each is not None]
+            size = sum(each.pickled_bytes() for each in sets)
+            # The worker has the dataset and its pickled form.
+            self._data = DataCount(loaders=data.num_workers * len(sets), dataset_bytes=size * (data.num_workers + 2))
         self._enter_modes()
         return samples
 
@@ -282,7 +293,14 @@ class CountingLoop(RehearsalLoop):
             optimizer_bytes=self.state.optimizer_bytes + made,
             update_bytes=self._live.peak - self._live.bytes,
             update=self._live.work,
+            snapshot_bytes=self._snapshot_bytes(),
         )
+
+    def _snapshot_bytes(self) -> int:
+        """Return the size of a snapshot. `LiveState` would refuse fake tensors."""
+        pieces = (value.tensor for value in self._beside().values() if isinstance(value, Piece))
+        saved = leaves([self.model.engine.module.state_dict(), self.model.optimizer.state_dict(), [*pieces]])
+        return sum(aligned_bytes(value) for value in saved if isinstance(value, Tensor))
 
 
 def _constant(work: list[MicroBatch]) -> Callable[[int], list[MicroBatch]]:

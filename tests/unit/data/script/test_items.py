@@ -57,6 +57,16 @@ def test_steps_that_workers_merge_are_loaded_one_virtual_worker_after_another() 
     assert sorted(each.collate_key for each in merged) == sorted(each.collate_key for each in alone)
 
 
+def test_the_size_of_a_pickled_dataset_is_known_without_making_it(tmp_path: Path) -> None:
+    np.save(tmp_path / "mapped.npy", np.zeros(10**5))
+    mapped = np.load(tmp_path / "mapped.npy", mmap_mode="r")
+    held, on_disk = Items([torch.zeros(10**5), np.ones(10**5), b"text" * 10**5, "x"]), Items(mapped)
+    for items in (held, on_disk):
+        assert items.pickled_bytes() == len(items.dumps())
+    assert held.pickled_bytes() > 16 * 10**5
+    assert on_disk.pickled_bytes() < 10**4, "each process maps the file"
+
+
 def test_each_epoch_has_every_sample_once() -> None:
     ids = [request.ids for request in requests(PLAN, range(4), 0, "training")]
     assert np.bincount(np.concatenate(ids)).tolist() == [2] * ROWS

@@ -1,0 +1,94 @@
+"""Memory of the hosts of a planned job: what its workers and its head take there, and whether machines with known memory have it."""
+
+from collections.abc import Iterator
+from dataclasses import asdict, replace
+from typing import Any
+
+from undula.driver.plan_job import Planned
+from undula.driver.plan_table import gib_text
+from undula.plan.gpus import GIB, MACHINE_GIB
+from undula.plan.host_memory import HostLoad, HostParts, has_room_for_snapshots, parts_of_head, parts_of_host
+from undula.state.defaults import FREE_SHARE
+
+LABELS = {
+    "processes": "processes",
+    "snapshots": "two snapshots",
+    "checkpoint": "a checkpoint that is being written",
+    "replicas": "a copy on its way to the head",
+    "data": "data",
+    "activations": "activations",
+}
+"""Parts of what a host holds while it trains, as a sentence names them."""
+
+
+SHOWN = 0.05
+"""Smallest part in GiB that a sentence names."""
+
+
+def load_of(planned: Planned) -> HostLoad:
+    """Return what the workers of a job hold on their hosts, with the setting of the job's YAML."""
+    counted, own = planned.counted, planned.own
+    passes = counted.passes[own]
+    return HostLoad(
+        counted.state.snapshot_bytes,
+        passes.batch_bytes,
+        passes.saved_bytes if own.activations.offload else 0,
+        counted.data,
+        counted.spec.plan.virtual_workers,
+        counted.spec.checkpoint.snapshot_every_steps != 0,
+    )
+
+
+def host_sentences(planned: Planned) -> Iterator[str]:
+    """Yield what the job takes on its hosts, and which machines do not have it, in sentences."""
+    load, most = load_of(planned), max(each.workers for each in planned.candidates)
+    alone, together, head = parts_of_host(load, 1, 1), parts_of_host(load, most, most), parts_of_head(load, True)
+    sizes = {label: getattr(alone, name) for name, label in LABELS.items()}
+    listed = ", ".join(f"{label} {gib_text(size)}" for label, size in sizes.items() if size > SHOWN * GIB)
+    text = f"Beside the GiB of the table, a worker takes about {_taken(alone)} of the memory of its host: {listed}."
+    if most > 1:
+        text += f" {most} workers on one host take {_taken(together)}."
+    yield f"{text} The head takes {gib_text(head.total)}, of which {gib_text(head.replicas)} are copies of the state."
+    yield from filter(None, (_problem(machine, load, *worst) for machine, worst in _worst(planned, load).items()))
+
+
+def host_tree(planned: Planned) -> dict[str, Any]:
+    """Return the parts in bytes for each number of workers on one host, and those of the head, as JSON."""
+    load, counts = load_of(planned), sorted({each.workers for each in planned.candidates})
+    hosts = [{"workers": count, **asdict(parts_of_host(load, count, count))} for count in counts]
+    return {"hosts": hosts, "head": asdict(parts_of_head(load, is_one_host=True))}
+
+
+def _taken(parts: HostParts) -> str:
+    text = gib_text(parts.total - parts.change)
+    return f"{text} ({gib_text(parts.total)} while workers change)" if parts.change > SHOWN * GIB else text
+
+
+def _worst(planned: Planned, load: HostLoad) -> dict[str, tuple[int, int]]:
+    """Return the numbers of workers on a host and in all with which it takes most, for each machine with known memory."""
+    found: dict[str, list[tuple[int, int]]] = {}
+    for each in planned.candidates:
+        offer = each.offer
+        if offer.machine in MACHINE_GIB:
+            sizes = min(each.workers, offer.gpu.machines[offer.machine]), each.workers
+            found.setdefault(offer.machine, []).append(sizes)
+    return {machine: max(sizes, key=lambda each: parts_of_host(load, *each).total) for machine, sizes in found.items()}
+
+
+def _problem(machine: str, load: HostLoad, workers: int, world_size: int) -> str | None:
+    """Return what a machine does not have room for; None if it has room for everything."""
+    memory, name = MACHINE_GIB[machine] * GIB, f"{machine} has {MACHINE_GIB[machine]} GiB"
+    # Snapshots are left out if they do not fit.
+    least = parts_of_host(replace(load, takes_snapshots=False), workers, world_size).total
+    if least > memory:
+        subject = f"{workers} workers take" if workers > 1 else "a worker takes"
+        return (
+            f"{name}, but {subject} up to {gib_text(least)} there without snapshots; choose a machine with more memory."
+        )
+    parts = parts_of_host(load, workers, world_size)
+    if not has_room_for_snapshots(parts, memory, FREE_SHARE):
+        return (
+            f"{name}, too little for two snapshots of {gib_text(load.state_bytes)}, so the run takes none there and resumes from "
+            "checkpoints if all workers are lost."
+        )
+    return None
