@@ -144,7 +144,9 @@ def test_a_job_that_does_not_fit_is_refused_before_a_worker_starts_and_what_it_n
     monkeypatch.syspath_prepend(str(jobs.script.parent))
     room = GIB * 2**30 - CONTEXT_BYTES
     assert step_bytes(jobs, "real-large", *LARGE) > room
-    assert step_bytes(jobs, "real-fitting", *LARGE, *named[1].split()) == pytest.approx(estimate.allocated_bytes, rel=0.07)
+    assert step_bytes(jobs, "real-fitting", *LARGE, *named[1].split()) == pytest.approx(
+        estimate.allocated_bytes, rel=0.07
+    )
     assert estimate.needed_bytes - CONTEXT_BYTES <= room
 
 
