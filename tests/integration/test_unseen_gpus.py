@@ -50,14 +50,14 @@ if __name__ == "__main__":
 """
 COUNTED = re.compile("^0 ", re.MULTILINE)
 """Beginning of what the process notes that counts a step, in which `breakpoint()` does nothing."""
-GIB = 1.0
+GIB = 0.7
 """Memory of the GPU by its label."""
 TRAINING = "starting 1 to 2 workers with 1 GPU each ..."
 
 
 @pytest.fixture(scope="module")
 def with_a_gpu(forking_python: str) -> Iterator[LocalCluster]:
-    """Cluster of one node for which Ray counts one GPU, of 1 GiB."""
+    """Cluster of one node for which Ray counts one GPU, of 0.7 GiB."""
     env = {
         "RAY_OVERRIDE_RESOURCES": '{"GPU": 1, "accelerator_type:T4": 1}',
         "RAY_OVERRIDE_LABELS": json.dumps({GPU_GIB: f"{GIB}"}),
@@ -105,7 +105,7 @@ def test_a_worker_without_a_gpu_trains_on_the_cpu_sees_no_gpu_and_is_not_counted
     assert not COUNTED.search((jobs.script.parent / "executions").read_text())
 
 
-LARGE = ("config.model.layers=4", "config.model.width=128", "plan.global_batch=3072", "plan.max_steps=2")
+LARGE = ("config.model.width=64", "plan.global_batch=1024", "plan.virtual_workers=2", "plan.max_steps=1")
 """Settings with which a step of the main job does not fit into the GPU."""
 
 
@@ -133,7 +133,7 @@ def test_a_job_that_does_not_fit_is_refused_before_a_worker_starts_and_what_it_n
     assert refused.status == 2
     assert "starting" not in refused.out
     (sentence,) = refused.err.splitlines()
-    pattern = r"but the cluster's T4 has 1.0 GiB; set (.*), which needs ([\d.]+) GiB, or workers.check_memory=false to train .*$"
+    pattern = r"but the cluster's T4 has 0.7 GiB; set (.*), which needs ([\d.]+) GiB, or workers.check_memory=false to train .*$"
     named = re.search(pattern, sentence)
     assert named, sentence
     assert not refused.store.exists("job.json"), "a run has begun"
@@ -158,7 +158,7 @@ def test_the_check_can_be_turned_off(jobs: Jobs) -> None:
 
 def test_a_script_that_may_take_another_way_on_a_gpu_is_warned_and_not_refused(jobs: Jobs) -> None:
     estimate = expected(noting(jobs, "assert run.device.type != 'cuda'"), *LARGE)
-    assert estimate.message.endswith("of the 1.0 GiB of T4, which may be too little.")
+    assert estimate.message.endswith("of the 0.7 GiB of T4, which may be too little.")
 
 
 def test_a_script_that_cannot_be_counted_starts_its_workers_as_without_the_check(jobs: Jobs) -> None:
