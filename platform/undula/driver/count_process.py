@@ -20,6 +20,8 @@ from undula.train.script_file import ScriptFile
 
 LIMIT_S = 60.0
 """Maximum seconds from the start of the process to its count."""
+_LOG = logging.getLogger("undula")
+_UNKNOWN = "the memory of a step is not known in advance: %s"
 MARK = "undula count: "
 """Beginning of the line of a process's output that has its result."""
 
@@ -40,23 +42,31 @@ def counting(
         Function that waits for the count, and returns None if the script fails or takes too long.
     """
     deadline = time.monotonic() + limit_s
-    env = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONBREAKPOINT": "0"}
     with TemporaryFile() as request, TemporaryFile() as output:
         pickle.dump((script, job, settings), request)
         request.seek(0)
-        process = subprocess.Popen(
-            [sys.executable, "-m", "undula.driver.count_process"],
-            env=env,
-            stdin=request,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,  # Ctrl-C must not reach it, and its own processes end with it
-            preexec_fn=before_exec,
-        )
+        try:
+            process = _started(request, output)
+        except (OSError, subprocess.SubprocessError) as error:  # the machine may have no memory for it
+            _LOG.info(_UNKNOWN, error)
+            yield lambda: None
+            return
         try:
             yield lambda: _result(process, output, deadline)
         finally:
             end_group(process, 0.0)
+
+
+def _started(request: IO[bytes], output: IO[bytes]) -> "subprocess.Popen[bytes]":
+    return subprocess.Popen(
+        [sys.executable, "-m", "undula.driver.count_process"],
+        env={**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONBREAKPOINT": "0"},
+        stdin=request,
+        stdout=output,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,  # Ctrl-C must not reach it, and its own processes end with it
+        preexec_fn=before_exec,
+    )
 
 
 def _result(process: "subprocess.Popen[bytes]", output: IO[bytes], deadline: float) -> Count | None:
@@ -65,17 +75,16 @@ def _result(process: "subprocess.Popen[bytes]", output: IO[bytes], deadline: flo
     end_group(process, 0.0)
     output.seek(0)
     text = output.read().decode(errors="replace")
-    counted: Count | None = received(text)
-    log = logging.getLogger("undula")
+    counted: Count | None = None if is_late else received(text)
     if is_late:
-        log.warning(
+        _LOG.warning(
             "the memory of a step is not checked, because the script takes more than %.0f s up to its first step; set "
             "workers.check_memory=false, so that the start does not wait for it",
             LIMIT_S,
         )
     elif counted is None:
         # The script may need values or a GPU, which the process does not have, or it has a part that is not modelled.
-        log.info("the memory of a step is not known in advance: %s", (text.strip().splitlines() or ["no output"])[-1])
+        _LOG.info(_UNKNOWN, (text.strip().splitlines() or ["no output"])[-1])
     return counted
 
 

@@ -117,6 +117,11 @@ def test_nothing_is_known_of_a_script_that_fails(
     assert record.message.startswith("the memory of a step is not known in advance: ")
 
 
+def test_nothing_is_known_where_the_process_cannot_be_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
+    assert count(tmp_path) is None
+
+
 def test_a_script_that_takes_too_long_ends_with_the_processes_that_it_has_started(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
