@@ -43,6 +43,10 @@ def test_a_model_is_planned_by_its_size_alone() -> None:
         (g, w) for g in ("L4", "T4") for w in (1, 2)
     }
     assert all(each["fits"] for each in found["candidates"])
+    state = found["state"]["snapshot_bytes"]
+    assert state == pytest.approx(found["state"]["parameter_bytes"] + found["state"]["optimizer_bytes"], rel=0.01)
+    assert [each["snapshots"] for each in found["host"]["hosts"]] == [2 * state, 2 * state]
+    assert found["host"]["head"]["replicas"] == 3 * state
     fast = [each["compute"] for each in found["candidates"] if each["gpu"] == "T4" and each["samples"] > 1]
     assert set(fast) == {"fp16"}, "a T4 computes in bf16 no faster than in fp32"
 
@@ -52,6 +56,7 @@ def test_tokens_per_second_are_shown_and_can_be_a_target_and_a_page_is_written(t
     done = plan_size("--global-batch", "32", "--gpu", "L4", "--target", "tokens/s=1e12", "--page", str(page))
     assert done.returncode == 0, done.stderr
     assert " tok/s " in done.stdout
+    assert "of the memory of its host" in " ".join(done.stdout.split())
     assert "No configuration that fits meets --target tokens/s=1e12." in done.stdout
     assert f"page: {page}" in done.stdout
     assert "GPT of 951.6 k parameters" in page.read_text()

@@ -12,9 +12,10 @@ from memory_models import MODELS, HuggingFaces, Trained
 
 from undula.config.job import load_spec
 from undula.data.script.dataset import script_data
+from undula.data.script.items import Items
 from undula.errors import UsageError
 from undula.parallel.spec import ActivationsSpec
-from undula.plan.host_memory import SLOTS
+from undula.plan.host_memory import SLOTS, DataCount
 from undula.plan.plan import PlanSpec
 from undula.plan.precision import PrecisionSpec
 from undula.recovery.snapshot import DATA, folder_of, slots_below
@@ -22,6 +23,7 @@ from undula.train.dry_run.count import count
 from undula.train.dry_run.counting import Setting, length_of
 from undula.train.dry_run.storages import storage_bytes
 from undula.train.job import Job
+from undula.train.run import Run
 from undula.train.single_process import SingleProcess
 
 KEEPS = ("all", "none", "selective", "sqrt", "every_2")
@@ -142,6 +144,25 @@ def test_a_model_that_the_script_made_before_is_as_it_was(tmp_path: Path) -> Non
     after = model.state_dict()
     assert all(torch.equal(before[name], after[name]) for name in before)
     assert all(type(parameter) is torch.nn.Parameter for parameter in model.parameters())
+
+
+def test_loader_processes_have_copies_of_the_dataset(tmp_path: Path) -> None:
+    train = MODELS["a perceptron"]
+    data = train.data()
+
+    def with_loaders(run: Run) -> None:
+        run.dataset(data, num_workers=2)  # type: ignore[arg-type]
+        model = run.model(train.make_model())
+        run.optimizer(train.make_optimizer(model))
+        for step in run.steps():
+            for batch in step.batches():
+                step.backward(train.loss(model, batch))
+            step.update()
+
+    job = replace(job_of(train, tmp_path), script_data=script_data(data, None, None, 2, {}))  # type: ignore[arg-type]
+    counted = count(with_loaders, job, [Setting("fp32", ActivationsSpec(), 16)])
+    size = Items(data).pickled_bytes()  # type: ignore[arg-type]
+    assert counted.data == DataCount(loaders=2, dataset_bytes=4 * size)
 
 
 def test_a_mistake_of_the_script_is_its_own_error(tmp_path: Path) -> None:
