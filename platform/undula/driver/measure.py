@@ -23,6 +23,7 @@ from undula.plan.precision import Compute
 from undula.plan.rates import MeasuredRates
 from undula.plan.scaling import Link, fit_link
 from undula.plan.work import DeviceRates
+from undula.report.text import counted
 from undula.train.dry_run.reference import measure
 
 SIZES = (0, 2**16, 2**20, 4 * 2**20, 16 * 2**20)
@@ -42,7 +43,7 @@ class Gauge:
         if device.type == "cuda":
             properties = torch.cuda.get_device_properties(device)
             return properties.name, float(properties.total_memory)
-        return f"CPU with {torch.get_num_threads()} threads", float(psutil.virtual_memory().total)
+        return f"CPU with {counted(torch.get_num_threads(), 'thread')}", float(psutil.virtual_memory().total)
 
     def rates(self) -> dict[str, DeviceRates]:
         """Return the rates of the device by number format."""

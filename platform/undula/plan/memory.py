@@ -36,8 +36,8 @@ class StateCount:
     """State of the optimizer."""
     update_bytes: int
     """Peak of an update, beside all of these."""
-    update: Work
-    """What an update computes."""
+    update_moved_bytes: int
+    """What an update reads and writes."""
     snapshot_bytes: int = 0
     """What a snapshot copies: tensors of the model, the optimizer and the run, each under all of its names."""
 

@@ -6,7 +6,7 @@ from math import ceil
 from undula.plan.memory import BUCKET_BYTES, Division, PassCount, StateCount
 from undula.plan.scaling import Link
 from undula.plan.tree import assign
-from undula.plan.work import DeviceRates, Work
+from undula.plan.work import DeviceRates
 
 BACKWARD_SHARE = 2 / 3
 """Share of the backward pass in both passes, which has two products for each one of the forward pass."""
@@ -56,15 +56,15 @@ def step_seconds(
     exchange = link.exchange_s(wire, virtual_workers, ranks)
     # All buckets but the last one, which is sent only after the backward pass, travel while the last backward pass computes.
     hidden = each * BACKWARD_SHARE * (1 - 1 / max(ceil(wire / BUCKET_BYTES), 1))
-    update = rates.seconds(sums(state.gradient_bytes, longest_range) + state.update)
+    update = (summed_bytes(state.gradient_bytes, longest_range) + state.update_moved_bytes) / rates.bytes_per_s
     read = longest * passes.samples / samples_per_s
     return StepSeconds(longest * each, max(exchange - hidden, 0.0), update, max(read - longest * each, 0.0))
 
 
-def sums(gradient_bytes: float, virtual_workers: int) -> Work:
-    """Return what a rank computes to add up the gradients of its virtual workers along the tree, and for the norm and the clipping.
+def summed_bytes(gradient_bytes: float, virtual_workers: int) -> float:
+    """Return what a rank reads and writes to add up the gradients of its virtual workers along the tree, and for the norm and the clipping.
 
     Every other gradient is copied, each sum reads two and writes one, the norm reads the sum, and clipping reads and writes it.
     """
     copied, added = (virtual_workers + 1) // 2 * (virtual_workers > 1), virtual_workers - 1
-    return Work(moved_bytes=gradient_bytes * (2 * copied + 3 * added + 3))
+    return gradient_bytes * (2 * copied + 3 * added + 3)

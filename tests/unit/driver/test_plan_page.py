@@ -26,7 +26,7 @@ from undula.state.spec import CheckpointSpec
 from undula.train.dry_run.counting import Setting
 
 GIB = 2**30
-STATE = StateCount(GIB // 4, GIB // 4, GIB, 0, 0, GIB, GIB // 8, 2 * GIB, 0, Work(moved_bytes=4 * GIB), 3 * GIB)
+STATE = StateCount(GIB // 4, GIB // 4, GIB, 0, 0, GIB, GIB // 8, 2 * GIB, 0, 4 * GIB, 3 * GIB)
 PASSES = PassCount(
     samples=4,
     batch_bytes=GIB // 4,

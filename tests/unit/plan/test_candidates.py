@@ -10,7 +10,7 @@ from undula.plan.gpus import GPUS
 from undula.plan.memory import Division
 from undula.plan.plan import PlanSpec
 from undula.plan.scaling import Link
-from undula.plan.step_time import step_seconds, sums
+from undula.plan.step_time import step_seconds, summed_bytes
 from undula.plan.work import DeviceRates
 
 LINK = Link(1e-4, 1e9)
@@ -60,7 +60,8 @@ def test_an_update_adds_up_the_gradients_of_the_workers_own_virtual_workers() ->
     alone, shared = (step_seconds(STATE, PASSES, Division(4, 1, workers), RATES, LINK).update for workers in (1, 4))
     added = 3 * 3 + 2 * 2  # three sums, each of two gradients, and two copies
     assert alone - shared == pytest.approx(added * STATE.gradient_bytes / RATES.bytes_per_s)
-    assert shared == pytest.approx(RATES.seconds(STATE.update + sums(STATE.gradient_bytes, 1)))
+    alone_bytes = summed_bytes(STATE.gradient_bytes, 1) + STATE.update_moved_bytes
+    assert shared == pytest.approx(alone_bytes / RATES.bytes_per_s)
 
 
 def test_one_worker_exchanges_nothing_and_several_do_behind_the_backward_pass() -> None:

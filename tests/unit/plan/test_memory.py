@@ -29,7 +29,7 @@ STATE = StateCount(
     largest_bytes=4000,
     optimizer_bytes=8000,
     update_bytes=500,
-    update=Work(moved_bytes=20_000),
+    update_moved_bytes=20_000,
 )
 PASSES = PassCount(
     samples=4,

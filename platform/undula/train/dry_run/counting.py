@@ -23,7 +23,6 @@ from undula.plan.host_memory import NO_DATA, DataCount
 from undula.plan.memory import PassCount, StateCount
 from undula.plan.plan import MicroBatch, OptimizerStep
 from undula.plan.precision import FP32, Compute
-from undula.plan.work import Work
 from undula.recovery.snapshot import aligned_bytes
 from undula.recovery.worker_state import LeaveGroup, WorkerState
 from undula.state.pieces import Piece, is_sharded
@@ -242,7 +241,7 @@ class CountingLoop(RehearsalLoop):
             largest_bytes=max((each.nbytes for each in trainable), default=0),
             optimizer_bytes=begun,
             update_bytes=0,
-            update=Work(),
+            update_moved_bytes=0,
         )
         optimizer.register_step_pre_hook(self._begin_update)
         optimizer.register_step_post_hook(self._end_update)
@@ -292,7 +291,7 @@ class CountingLoop(RehearsalLoop):
             gradient_bytes=gradients,
             optimizer_bytes=self.state.optimizer_bytes + made,
             update_bytes=self._live.peak - self._live.bytes,
-            update=self._live.work,
+            update_moved_bytes=int(self._live.work.moved_bytes),
             snapshot_bytes=self._snapshot_bytes(),
         )
 
