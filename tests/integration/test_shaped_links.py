@@ -58,7 +58,7 @@ def measured() -> tuple[list[float], list[float]]:
     return both[0], both[1]
 
 
-@pytest.mark.parametrize(("delay_ms", "mbit"), [(1.0, 1000.0)])
+@pytest.mark.parametrize(("delay_ms", "mbit"), [(1.0, 1000.0), (1.0, 100.0), (10.0, 100.0)])
 def test_a_fitted_link_has_the_latency_and_the_rate_of_the_real_one(delay_ms: float, mbit: float) -> None:
     if not can_shape():
         pytest.skip("this process may not make network namespaces and TUN devices")
