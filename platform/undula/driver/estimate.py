@@ -111,7 +111,6 @@ def _refusal(spec: JobSpec, script: ScriptFile, job: Job, allocated: float, gpu:
     ]
     if not fitting:
         return f"{text}, and neither activations.keep nor plan.micro_batch helps enough; use GPUs with more memory, {anyway}"
-    *_, changes, needed = min(
-        fitting
-    )  # the nearest by its changes, its operations, and last the size of its micro-batch
+    # The nearest setting by its changes, its operations, and last the size of its micro-batch.
+    *_, changes, needed = min(fitting)
     return f"{text}; set {changes}, which needs {needed / 2**30:.1f} GiB, {anyway}"

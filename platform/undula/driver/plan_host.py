@@ -19,8 +19,6 @@ LABELS = {
     "activations": "activations",
 }
 """Parts of what a host holds while it trains, as a sentence names them."""
-
-
 SHOWN = 0.05
 """Smallest part in GiB that a sentence names."""
 
