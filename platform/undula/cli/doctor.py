@@ -6,8 +6,10 @@ from dataclasses import asdict
 from pathlib import Path
 
 import click
+from click.core import ParameterSource
 
 from undula.cli.options import FILE, cluster_option, counted, json_option, print_json, runs_option
+from undula.errors import SpecError
 from undula.state.defaults import default_runs
 
 
@@ -33,8 +35,10 @@ def doctor(cluster: str, runs: str | None, rates: Path | None, cpus: float, as_j
     """Examine the versions, GPUs, network, clocks, storage and token of a running cluster.
 
     This takes less than a minute and can be done while jobs run. Each problem is printed with its fix, and the exit status is 1 if a check
-    fails.
+    fails. With --measure, no job may run, and it takes one to three minutes.
     """
+    if rates is None and click.get_current_context().get_parameter_source("cpus") is not ParameterSource.DEFAULT:
+        raise SpecError("command line: --cpus says which workers --measure measures; give --measure FILE as well")
     if rates is not None:
         _measure(cluster, rates, cpus, as_json)
         return 0

@@ -143,7 +143,7 @@ def _print(planned: "Planned", notes: Sequence[str], choice: Any, target: str | 
         return
     for note in notes:
         click.echo(note)
-    print_plan(planned.candidates, planned.own, planned.counted.is_fake, choice, host_sentences(planned))
+    print_plan(planned.candidates, planned.own, planned.counted.is_fake, choice, host_sentences(planned, choice))
     if choice is None and target:
         click.echo(f"No configuration that fits meets --target {target}.")
 

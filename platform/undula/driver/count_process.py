@@ -4,11 +4,15 @@ import base64
 import logging
 import os
 import pickle
+import re
+import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
 from tempfile import TemporaryFile
 from typing import IO, Any
 
@@ -20,6 +24,16 @@ from undula.train.script_file import ScriptFile
 
 LIMIT_S = 60.0
 """Maximum seconds from the start of the process to its count."""
+ORPHAN_S = 2 * LIMIT_S
+"""Seconds after which the process ends by itself, if the driver has died and the script ignores the signal about that."""
+ASKS_FOR_GPUS = re.compile(
+    rb"cuda|gpu|_available|bf16_supported|torch\.accelerator|device\.type|['\"]cpu|save_on_cpu|saved_tensors_hooks|pin_memory",
+    re.IGNORECASE,
+)
+"""Words of which a module has one if it asks what the machine is able to do, or keeps tensors on the host. Its steps may then need less
+memory on a GPU than where they are counted."""
+OF_FAKES = ("sympy", "mpmath", "networkx")
+"""Packages that fake tensors import."""
 _LOG = logging.getLogger("undula")
 _UNKNOWN = "the memory of a step is not known in advance: %s"
 MARK = "undula count: "
@@ -28,7 +42,7 @@ MARK = "undula count: "
 
 @contextmanager
 def counting(
-    script: ScriptFile, job: Job, settings: Sequence[Setting], limit_s: float = LIMIT_S
+    script: ScriptFile, job: Job, settings: Sequence[Setting], limit_s: float = LIMIT_S, if_late: str = ""
 ) -> Iterator[Callable[[], Count | None]]:
     """Count steps of a job in a process that ends with the block at the latest. It sees no GPU, and its output is not shown.
 
@@ -37,6 +51,7 @@ def counting(
         job: The job.
         settings: Settings of the steps.
         limit_s: Maximum seconds for the count.
+        if_late: Warning if it takes longer.
 
     Yields:
         Function that waits for the count, and returns None if the script fails or takes too long.
@@ -52,14 +67,19 @@ def counting(
             yield lambda: None
             return
         try:
-            yield lambda: _result(process, output, deadline)
+            yield lambda: _result(process, output, deadline, if_late)
         finally:
             end_group(process, 0.0)
 
 
 def _started(request: IO[bytes], output: IO[bytes]) -> "subprocess.Popen[bytes]":
     return subprocess.Popen(
-        [sys.executable, "-m", "undula.driver.count_process"],
+        # Modules of the working directory, which Python would find first, are not those of the driver.
+        [
+            sys.executable,
+            "-c",
+            "import sys; sys.path[:] = filter(None, sys.path); import undula.driver.count_process as it; it.main()",
+        ],
         env={**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONBREAKPOINT": "0"},
         stdin=request,
         stdout=output,
@@ -69,19 +89,15 @@ def _started(request: IO[bytes], output: IO[bytes]) -> "subprocess.Popen[bytes]"
     )
 
 
-def _result(process: "subprocess.Popen[bytes]", output: IO[bytes], deadline: float) -> Count | None:
+def _result(process: "subprocess.Popen[bytes]", output: IO[bytes], deadline: float, if_late: str) -> Count | None:
     while (is_late := is_alive(process)) and time.monotonic() < deadline:
         time.sleep(POLL_INTERVAL_S)
     end_group(process, 0.0)
     output.seek(0)
     text = output.read().decode(errors="replace")
     counted: Count | None = None if is_late else received(text)
-    if is_late:
-        _LOG.warning(
-            "the memory of a step is not checked, because the script takes more than %.0f s up to its first step; set "
-            "workers.check_memory=false, so that the start does not wait for it",
-            LIMIT_S,
-        )
+    if is_late and if_late:
+        _LOG.warning(if_late)
     elif counted is None:
         # The script may need values or a GPU, which the process does not have, or it has a part that is not modelled.
         _LOG.info(_UNKNOWN, (text.strip().splitlines() or ["no output"])[-1])
@@ -99,16 +115,27 @@ def received(output: str) -> Any:
     return None if line is None else pickle.loads(base64.b64decode(line.removeprefix(MARK)))
 
 
-def _main() -> None:
-    if not sys.flags.safe_path:
-        sys.path.pop(0)  # the working directory, which Python puts there because of -m
+def main() -> None:
+    """Count what the standard input asks for, and send the result."""
     from undula.train.dry_run.count import count
 
+    signal.alarm(int(ORPHAN_S))
+    known = {*sys.stdlib_module_names, *OF_FAKES, *(name.partition(".")[0] for name in sys.modules)}
     script, job, settings = pickle.load(sys.stdin.buffer)
     script.make_ready(keeps=True)
-    send(count(script, job, settings, may_be_real=False))
+    counted = count(script, job, settings, may_be_real=False)
+    send(replace(counted, may_need_less=counted.may_need_less or _asks_for_gpus(script, known)))
     os._exit(0)  # without what the script does when a process ends
 
 
-if __name__ == "__main__":
-    _main()
+def _asks_for_gpus(script: ScriptFile, known: set[str]) -> bool:
+    """Return whether a script, or a module that it has imported from anywhere, has one of the words of ASKS_FOR_GPUS.
+
+    Args:
+        script: The script.
+        known: Packages that this process has imported itself.
+    """
+    modules = [module for name, module in sys.modules.items() if name.partition(".")[0] not in known]
+    files = {getattr(module, "__file__", None) or "" for module in modules}
+    texts = [Path(file).read_bytes() for file in files if file.endswith(".py") and Path(file).is_file()]
+    return any(map(ASKS_FOR_GPUS.search, (*script.sources.values(), *texts)))

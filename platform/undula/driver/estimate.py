@@ -1,13 +1,13 @@
 """Estimate of what a worker needs on the GPUs of a cluster, made before any worker starts there."""
 
-import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 
 from undula.config.job import JobSpec, LoadedSpec
 from undula.data.script.indexed import ScriptData
 from undula.driver.count_job import KEEPS, passes_of, setting_of, sizes_of, uncounted
-from undula.driver.count_process import counting
+from undula.driver.count_process import LIMIT_S, counting
 from undula.driver.plan_job import overrides_of, wire_of
 from undula.driver.record import job_of
 from undula.elastic.ray.gpu_memory import NodeGpu, smallest_gpu
@@ -24,10 +24,12 @@ from undula.train.script_file import ScriptFile
 
 MOST_SIZES = 16
 """Maximum number of numbers of workers for which a step is estimated."""
-ASKS_FOR_GPUS = re.compile(
-    rb"cuda|gpu|_available|bf16_supported|torch\.accelerator|device\.type|['\"]cpu", re.IGNORECASE
+REFUSAL_S = 20.0
+"""Maximum seconds for the count of other settings, which a refusal may name."""
+LATE = (
+    f"the memory of a step is not checked, because the script takes more than {LIMIT_S:.0f} s up to its first step; set "
+    "workers.check_memory=false, so that the start does not wait for it"
 )
-"""Words of which a script has one if it asks what the machine is able to do. It may take another way on a GPU than where it is counted."""
 
 
 @contextmanager
@@ -50,7 +52,7 @@ def estimating(loaded: LoadedSpec, script_data: ScriptData | None) -> Iterator[C
         yield lambda: None
         return
     job = job_of(loaded, "", script_data=script_data)
-    with counting(script, job, [setting_of(spec)]) as result:
+    with counting(script, job, [setting_of(spec)], if_late=LATE) as result:
         yield lambda: _estimate(spec, script, job, result)
 
 
@@ -60,8 +62,10 @@ def _estimate(spec: JobSpec, script: ScriptFile, job: Job, result: Callable[[], 
     if gpu is None or (counted := result()) is None:
         return None
     allocated = _most_bytes(counted.state, counted.passes[own], spec)
-    is_too_much = allocated * (1 - ESTIMATE_ERROR) + CONTEXT_BYTES > gpu.memory_bytes
-    if is_too_much and not any(map(ASKS_FOR_GPUS.search, script.sources.values())):
+    # The script may hold other tensors on the host, and offloaded activations wait there.
+    surely = _most_bytes(replace(counted.state, other_bytes=0), counted.passes[own], spec)
+    is_too_much = surely * (1 - ESTIMATE_ERROR) + CONTEXT_BYTES > gpu.memory_bytes
+    if is_too_much and not counted.may_need_less and not spec.activations.offload:
         raise SpecError(_refusal(spec, script, job, allocated, gpu))
     known, times = known_gpu(gpu.kind, gpu.memory_bytes), {}
     if known:
@@ -99,7 +103,7 @@ def _refusal(spec: JobSpec, script: ScriptFile, job: Job, allocated: float, gpu:
     policies = dict.fromkeys([own.activations, *(ActivationsSpec(keep=keep) for keep in KEEPS)])
     sizes = [size for size in sizes_of(spec) if size <= own.samples]
     asked = [Setting(own.compute, policy, size) for policy in policies for size in (own.samples, sizes[0])]
-    with counting(script, job, asked) as result:
+    with counting(script, job, asked, REFUSAL_S) as result:
         counted = result()
     if counted is None:
         return f"{text}; lower plan.micro_batch, use GPUs with more memory, {anyway}"

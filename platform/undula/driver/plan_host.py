@@ -6,9 +6,12 @@ from typing import Any
 
 from undula.driver.plan_job import Planned
 from undula.driver.plan_table import gib_text
+from undula.plan.candidates import Candidate
 from undula.plan.gpus import GIB, MACHINE_GIB
 from undula.plan.host_memory import HostLoad, HostParts, has_room_for_snapshots, parts_of_head, parts_of_host
+from undula.report.text import counted
 from undula.state.defaults import FREE_SHARE
+from undula.train.dry_run.counting import Setting
 
 LABELS = {
     "processes": "processes",
@@ -37,17 +40,36 @@ def load_of(planned: Planned) -> HostLoad:
     )
 
 
-def host_sentences(planned: Planned) -> Iterator[str]:
-    """Yield what the job takes on its hosts, and which machines do not have it, in sentences."""
-    load, most = load_of(planned), max(each.workers for each in planned.candidates)
-    alone, together, head = parts_of_host(load, 1, 1), parts_of_host(load, most, most), parts_of_head(load, True)
-    sizes = {label: getattr(alone, name) for name, label in LABELS.items()}
+def host_sentences(planned: Planned, choice: Candidate[Setting] | None) -> Iterator[str]:
+    """Yield what a configuration takes on its hosts, and which machines do not have it, in sentences.
+
+    Args:
+        planned: Configurations of the job.
+        choice: The configuration; None for that of the job's YAML with the most workers.
+    """
+    own = (each for each in planned.candidates if each.setting == planned.own)
+    shown, load = choice or max(own, key=lambda each: each.workers), load_of(planned)
+    on_host = _workers_of_host(shown)
+    parts, head = parts_of_host(load, on_host, shown.workers), parts_of_head(load, on_host == shown.workers)
+    sizes = {label: getattr(parts, name) for name, label in LABELS.items()}
     listed = ", ".join(f"{label} {gib_text(size)}" for label, size in sizes.items() if size > SHOWN * GIB)
-    text = f"Beside the GiB of the table, a worker takes about {_taken(alone)} of the memory of its host: {listed}."
-    if most > 1:
-        text += f" {most} workers on one host take {_taken(together)}."
-    yield f"{text} The head takes {gib_text(head.total)}, of which {gib_text(head.replicas)} are copies of the state."
+    host = (
+        f"a host with {on_host} of {counted(shown.workers, 'worker')}"
+        if shown.workers > 1
+        else "the host of the worker"
+    )
+    copies = f", of which {gib_text(head.replicas)} are copies of the state" if head.replicas > SHOWN * GIB else ""
+    yield (
+        f"Beside the GiB of the table, which are those of a GPU, {host} holds about {_taken(parts)}: {listed}. "
+        f"The head holds {gib_text(head.total)}{copies}."
+    )
     yield from filter(None, (_problem(machine, load, *worst) for machine, worst in _worst(planned, load).items()))
+
+
+def _workers_of_host(candidate: Candidate[Setting]) -> int:
+    """Return the number of workers of a host: as many as it has GPUs, or all of them if it is no known machine."""
+    offer, workers = candidate.offer, candidate.workers
+    return min(workers, offer.gpu.machines.get(offer.machine, workers))
 
 
 def host_tree(planned: Planned) -> dict[str, Any]:
@@ -68,8 +90,7 @@ def _worst(planned: Planned, load: HostLoad) -> dict[str, tuple[int, int]]:
     for each in planned.candidates:
         offer = each.offer
         if offer.machine in MACHINE_GIB:
-            sizes = min(each.workers, offer.gpu.machines[offer.machine]), each.workers
-            found.setdefault(offer.machine, []).append(sizes)
+            found.setdefault(offer.machine, []).append((_workers_of_host(each), each.workers))
     return {machine: max(sizes, key=lambda each: parts_of_host(load, *each).total) for machine, sizes in found.items()}
 
 

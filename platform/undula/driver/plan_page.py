@@ -12,6 +12,7 @@ from undula.driver.plan_model import count_text
 from undula.driver.plan_reasons import name_of, price_text, reasons, setting_text
 from undula.driver.plan_table import (
     COLUMNS,
+    NONE_FITS,
     by_gpu,
     cells_of,
     gib_text,
@@ -126,14 +127,13 @@ def render_plan(
         "facts": ["plan", *(note.removesuffix(".") for note in notes or [_job_text(planned)])],
         "assumptions": _assumptions(conditions),
         "tiles": _tiles(planned, choice),
-        "reasons": [*reasons(found, target, choice)]
-        or [("", "No configuration fits; give --gpu a kind with more memory.")],
+        "reasons": [*reasons(found, target, choice)] or [("", NONE_FITS)],
         "missed": target is not None and choice is None,
         "sentences": [*sentences(found, planned.own, planned.counted.is_fake)],
         "head": ["", *COLUMNS[1:6], "tokens/s" if planned.counted.tokens else "samples/s", *COLUMNS[7:]],
         "rows": _rows(planned, choice),
         "memory": [(gpu, _memory_bars(bars)) for gpu, bars in groups.items()],
-        "hosts": [*host_sentences(planned)],
+        "hosts": [*host_sentences(planned, choice)],
         "memory_keys": [(f"m-{part}", label) for part, (label, _) in MEMORY.items()],
         "seconds": [(gpu, _second_bars(bars)) for gpu, bars in groups.items()],
         "seconds_keys": [(f"t-{part}", label) for part, (label, _) in SECONDS.items()],

@@ -19,8 +19,10 @@ LEGEND = (
     "micro-batch; GiB needed and there; smp/s samples or tok/s tokens per second; time and cost of the whole run, on demand and on spot "
     "nodes"
 )
-
-
+NONE_FITS = (
+    "No configuration fits; give --gpu a kind with more memory, lower plan.virtual_workers, or shard the model with fully_shard, which "
+    "is not counted."
+)
 Found = Sequence[Candidate[Setting]]
 """Configurations of a job."""
 
@@ -58,7 +60,7 @@ def print_plan(
     for sentence in (*sentences(found, own, is_fake), *about_hosts):
         console.print(sentence, highlight=False)
     if not any(candidate.fits for candidate in found):
-        console.print("No configuration fits; give --gpu a kind with more memory.", highlight=False)
+        console.print(NONE_FITS, highlight=False)
 
 
 def sentences(found: Found, own: Setting, is_fake: bool) -> Iterator[str]:
@@ -74,6 +76,8 @@ def sentences(found: Found, own: Setting, is_fake: bool) -> Iterator[str]:
             best = min(nearest, key=lambda each: each.hours * each.workers)
             text += f"; with {_difference(best, own)} it needs {gib_text(best.needed_bytes)}"
         yield f"{text}."
+    if own.activations.offload:
+        yield "What activations.offload moves to the host is counted as if it stayed on the GPU, which needs less than the table says."
     if not is_fake:
         yield (
             "The script needs values of tensors, or has a layer whose fake results lack a size, so a few samples ran through the model on "
@@ -150,9 +154,11 @@ def hours_text(hours: float) -> str:
 
 
 def dollars_text(dollars: float | None) -> str:
-    """Return the price of a run, such as `$72.19`, `$1,288` or `$112k`; a dash if it is not known."""
+    """Return the price of a run, such as `<$0.01`, `$72.19`, `$1,288` or `$112k`; a dash if it is not known."""
     if dollars is None:
         return DASH
+    if dollars < 0.005:
+        return "<$0.01"
     return f"${dollars:.2f}" if dollars < 100 else f"${dollars:,.0f}" if dollars < 10_000 else f"${dollars / 1e3:,.0f}k"
 
 

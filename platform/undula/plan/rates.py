@@ -67,6 +67,8 @@ def read_rates(text: str) -> MeasuredRates:
         )
         if missing := alone.keys() ^ full.keys():
             raise KeyError(*missing)
+        if not all(each.flops_per_s > 0 and each.bytes_per_s > 0 for each in (*alone.values(), *full.values())):
+            raise ValueError("a rate is not positive")
         link = None if tree["link"] is None else Link(**tree["link"])
         memory, cpus, room = float(tree["memory_bytes"]), float(tree["cpus"]), int(tree["workers_per_node"])
         return MeasuredRates(str(tree["device"]), memory, cpus, alone, full, room, link)

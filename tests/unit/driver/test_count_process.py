@@ -117,6 +117,38 @@ def test_nothing_is_known_of_a_script_that_fails(
     assert record.message.startswith("the memory of a step is not known in advance: ")
 
 
+@pytest.mark.parametrize(
+    ("top", "asks"),
+    [
+        ("import beside", False),
+        (
+            "sys.path.insert(0, '../lib'); import elsewhere",
+            True,
+        ),  # a module that no search of the script's folder finds
+        ("hooks = torch.autograd.graph.saved_tensors_hooks", True),
+    ],
+)
+def test_a_script_that_may_need_less_on_a_gpu_is_known_by_its_words(tmp_path: Path, top: str, asks: bool) -> None:
+    lib = tmp_path / "lib"
+    lib.mkdir()
+    (lib / "elsewhere.py").write_text("import torch; has = torch.cuda.is_available()")
+    folder = tmp_path / "job"
+    folder.mkdir()
+    (folder / "beside.py").write_text("import base64")
+    counted = count(folder, top=top.replace("../lib", str(lib)))
+    assert counted is not None
+    assert counted.may_need_less is asks
+
+
+def test_modules_of_the_working_directory_are_not_those_of_the_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "base64.py").write_text("raise SystemExit('the wrong module')")
+    (tmp_path / "job").mkdir()
+    monkeypatch.chdir(tmp_path)
+    assert count(tmp_path / "job") is not None
+
+
 def test_nothing_is_known_where_the_process_cannot_be_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
     assert count(tmp_path) is None
@@ -126,12 +158,11 @@ def test_a_script_that_takes_too_long_ends_with_the_processes_that_it_has_starte
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     top = "child = subprocess.Popen(['sleep', '600']); Path('pid').write_text(f'{child.pid}\\n'); time.sleep(600)"
-    with counting(script(tmp_path, top), job(tmp_path), [OWN], limit_s=0.0) as result:
+    with counting(script(tmp_path, top), job(tmp_path), [OWN], limit_s=0.0, if_late="too late") as result:
         child = psutil.Process(pid_in(Path("pid")))
         parent = child.parent()
         assert result() is None
-    assert [record.levelname for record in caplog.records] == ["WARNING"]
-    assert "set workers.check_memory=false" in caplog.messages[0]
+    assert [(record.levelname, record.message) for record in caplog.records] == [("WARNING", "too late")]
     wait_until(lambda: has_ended(parent) and has_ended(child), 30)
 
 

@@ -14,6 +14,7 @@ from undula.driver.plan_host import host_sentences, host_tree, load_of
 from undula.driver.plan_job import Planned
 from undula.driver.plan_page import Conditions, render_plan
 from undula.driver.plan_reasons import reasons
+from undula.driver.plan_table import NONE_FITS
 from undula.parallel.spec import ActivationsSpec
 from undula.plan.candidates import Kind, Offer, Target, Workload, candidates, chosen
 from undula.plan.gpus import GPUS
@@ -77,24 +78,27 @@ def test_bars_add_up_to_what_is_needed_and_the_line_is_the_memory_of_the_gpu() -
 
 
 def test_hosts_are_named_that_lack_memory() -> None:
-    whole, *problems = host_sentences(PLANNED)
-    assert (
-        "two snapshots 6.0 GiB, a checkpoint that is being written 3.0 GiB, a copy on its way to the head 3.0 GiB"
-        in whole
-    )
-    alone, four = (parts_of_host(load_of(PLANNED), count, count) for count in (1, 4))
-    for text, parts in (("a worker takes about", alone), ("4 workers on one host take", four)):
+    single, four = (next(each for each in FOUND if each.workers == workers) for workers in (1, 4))
+    alone, *problems = host_sentences(PLANNED, single)
+    copies = "two snapshots 6.0 GiB, a checkpoint that is being written 3.0 GiB, a copy on its way to the head 3.0 GiB"
+    assert copies in alone
+    assert alone.endswith("of which 9.0 GiB are copies of the state.")
+    among, *_ = host_sentences(PLANNED, four)  # g6.xlarge has one GPU, so each worker has a host of its own
+    assert "two snapshots 6.0 GiB, a checkpoint that is being written 0.8 GiB, data" in among
+    assert among.endswith("of which 6.0 GiB are copies of the state.")
+    for text, who, workers in ((alone, "the host of the worker", 1), (among, "a host with 1 of 4 workers", 4)):
+        parts = parts_of_host(load_of(PLANNED), 1, workers)
         now, most = (parts.total - parts.change) / GIB, parts.total / GIB
-        assert f"{text} {now:.1f} GiB ({most:.1f} GiB while workers change)" in whole
-    assert whole.endswith("of which 9.0 GiB are copies of the state.")
+        assert f"{who} holds about {now:.1f} GiB ({most:.1f} GiB while workers change)" in text
+    assert [*host_sentences(PLANNED, None)][1:] == problems
     assert len(problems) == 1
     assert problems[0].startswith(
         "g6.xlarge has 16 GiB, too little for two snapshots of 3.0 GiB, so the run takes none there"
     )
     larger = replace(PLANNED, counted=replace(PLANNED.counted, state=replace(STATE, snapshot_bytes=6 * GIB)))
-    (problem,) = list(host_sentences(larger))[1:]
+    (problem,) = list(host_sentences(larger, single))[1:]
     assert problem.startswith("g6.xlarge has 16 GiB, but a worker takes up to ")
-    assert all(text in page_with() for text in (whole, *problems))
+    assert all(text in page_with() for text in host_sentences(PLANNED, PLANNED.choice(None)))
 
 
 def test_hosts_are_the_same_in_sentences_and_in_json() -> None:
@@ -105,7 +109,7 @@ def test_hosts_are_the_same_in_sentences_and_in_json() -> None:
     quiet = replace(PLANNED.counted.spec, checkpoint=CheckpointSpec(snapshot_every_steps=0))
     planned = replace(PLANNED, counted=replace(PLANNED.counted, spec=quiet))
     assert {each["snapshots"] for each in host_tree(planned)["hosts"]} == {0}
-    assert "snapshots" not in "".join(host_sentences(planned))
+    assert "snapshots" not in "".join(host_sentences(planned, None))
     offloading = replace(OWN, activations=replace(OWN.activations, offload=True))
     passes = {offloading: PASSES}
     planned = replace(PLANNED, own=offloading, counted=replace(PLANNED.counted, passes=passes))
@@ -135,7 +139,7 @@ def test_reasons_have_the_figures_of_the_table() -> None:
 def test_a_plan_in_which_nothing_fits_has_a_page() -> None:
     nothing = tuple(each for each in FOUND if not each.fits)
     html = render_plan(replace(PLANNED, candidates=nothing), "job", (), Target("hours", 1.0), CONDITIONS)
-    assert "No configuration fits; give --gpu a kind with more memory." in html
+    assert NONE_FITS in html
     assert "No configuration that fits meets the target." in html
     assert "Over the number of workers" not in html
 

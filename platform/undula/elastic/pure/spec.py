@@ -44,8 +44,9 @@ class WorkersSpec:
     the longest step since, so that steps which take long now and then cost a worker once at most."""
     check_memory: bool = True
     """Whether a step is counted as `undula plan` does, before a worker starts on a GPU, and the job is refused if the step would not fit
-    into the memory of the smallest GPU that a worker can get. The script runs once more up to its first step for this, as rank 1 of 2 and
-    in a process without GPUs. A job whose workers have no whole GPU is not counted."""
+    into the memory of the smallest GPU that a worker can get, by more than the error of the count. The script runs once more up to its
+    first step for this, and again before it is refused, as rank 1 of 2 and in a process without GPUs. A job whose workers have no whole
+    GPU is not counted."""
     max_failures: Annotated[int, Ge(-1)] = 3
     """Number of failures that the job survives; -1 for any number. Exceptions of the script count over the whole run; lost workers count
     only until the next committed step. An exception that every attempt would raise, such as a KeyError, ends the job at once."""

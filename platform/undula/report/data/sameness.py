@@ -47,7 +47,7 @@ def sameness(runs: Sequence[tuple[int, RecordedRun]]) -> Sameness:
             f"The losses and gradient norms of {counted(len(rows), 'step')} and {digests} of the weights are equal bit for bit on {where}.",
         )
     proved = next(
-        (text for _, each in certificates for text in each.not_proved), "the gradient norms differ in their last bits"
+        (text for _, each in certificates for text in each.not_proved), "some figures differ in their last bits"
     )
     return Sameness(False, f"The runs are the same training on {where}, within rounding; not proved: {proved}.")
 

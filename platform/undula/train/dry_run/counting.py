@@ -64,6 +64,8 @@ class Count:
     """Number of tokens of each sample; None if it is not known."""
     data: DataCount = NO_DATA
     """What reading a dataset of the script needs; nothing for stored data, which are not counted here."""
+    may_need_less: bool = False
+    """Whether steps may need less memory on a GPU than where they were counted."""
 
 
 class CountingSession(LocalSession):
@@ -110,7 +112,8 @@ class CountingSession(LocalSession):
             raise UsageError("the script ended without training; let it go through the steps of run.steps()")
         lengths = self._loop.lengths
         tokens = next(iter(lengths)) if len(lengths) == 1 else None
-        return Count(self._loop.state, self._loop.passes, self._fakes is not None, tokens, self._data)
+        is_fake, may_need_less = self._fakes is not None, self._live.has_whole_attention
+        return Count(self._loop.state, self._loop.passes, is_fake, tokens, self._data, may_need_less)
 
     @property
     def begun(self) -> Setting | None:

@@ -40,12 +40,15 @@ class LiveStorages(TorchDispatchMode):  # type: ignore[no-untyped-call]
         before: Bytes that were alive at `begin`.
         peak: Most bytes that were alive since `begin`.
         work: What operations since `begin` compute.
+        has_whole_attention: Whether torch had no kernel for an attention and has made all of its weights, as with a mask that trains. GPUs
+            have more kernels.
     """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.bytes = self.peak = 0
         self.work = Work()
+        self.has_whole_attention = False
         self.before = 0
         self._begins = False
         self._alive: dict[int, weakref.ref[torch.UntypedStorage]] = {}
@@ -96,6 +99,7 @@ class LiveStorages(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.add(tensor)
         if func.is_view:
             return result
+        self.has_whole_attention |= func.overloadpacket is torch.ops.aten._safe_softmax
         formula, kernels = FORMULAS.get(func.overloadpacket), _kernel_bytes(func, args)
         read = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         self.work += Work(
