@@ -8,6 +8,7 @@ import re
 import signal
 import subprocess
 import sys
+import sysconfig
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -32,8 +33,6 @@ ASKS_FOR_GPUS = re.compile(
 )
 """Words of which a module has one if it asks what the machine is able to do, or keeps tensors on the host. Its steps may then need less
 memory on a GPU than where they are counted."""
-OF_FAKES = ("sympy", "mpmath", "networkx")
-"""Packages that fake tensors import."""
 _LOG = logging.getLogger("undula")
 _UNKNOWN = "the memory of a step is not known in advance: %s"
 MARK = "undula count: "
@@ -120,22 +119,32 @@ def main() -> None:
     from undula.train.dry_run.count import count
 
     signal.alarm(int(ORPHAN_S))
-    known = {*sys.stdlib_module_names, *OF_FAKES, *(name.partition(".")[0] for name in sys.modules)}
     script, job, settings = pickle.load(sys.stdin.buffer)
+    before = {*sys.stdlib_module_names, *map(_package, sys.modules)}
     script.make_ready(keeps=True)
+    imported = {_package(name) for name in sys.modules} - before
     counted = count(script, job, settings, may_be_real=False)
-    send(replace(counted, may_need_less=counted.may_need_less or _asks_for_gpus(script, known)))
+    send(replace(counted, may_need_less=counted.may_need_less or _asks_for_gpus(script, imported)))
     os._exit(0)  # without what the script does when a process ends
 
 
-def _asks_for_gpus(script: ScriptFile, known: set[str]) -> bool:
-    """Return whether a script, or a module that it has imported from anywhere, has one of the words of ASKS_FOR_GPUS.
+def _package(name: str) -> str:
+    return name.partition(".")[0]
+
+
+def _asks_for_gpus(script: ScriptFile, imported: set[str]) -> bool:
+    """Return whether a script, or a module that it has imported, has one of the words of ASKS_FOR_GPUS.
 
     Args:
         script: The script.
-        known: Packages that this process has imported itself.
+        imported: Packages that the script has imported where it begins. Later, torch and Undula import others for themselves, so that only
+            modules outside of the installed packages are the script's.
     """
-    modules = [module for name, module in sys.modules.items() if name.partition(".")[0] not in known]
-    files = {getattr(module, "__file__", None) or "" for module in modules}
-    texts = [Path(file).read_bytes() for file in files if file.endswith(".py") and Path(file).is_file()]
-    return any(map(ASKS_FOR_GPUS.search, (*script.sources.values(), *texts)))
+    installed = {sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")}
+    files = {
+        file
+        for name, module in sys.modules.items()
+        if (file := getattr(module, "__file__", None) or "").endswith(".py") and Path(file).is_file()
+        if _package(name) in imported or (_package(name) != "undula" and not any(map(file.startswith, installed)))
+    }
+    return any(map(ASKS_FOR_GPUS.search, (*script.sources.values(), *(Path(file).read_bytes() for file in files))))
