@@ -79,6 +79,7 @@ ALLOWED: Mapping[str, Mapping[str, str]] = {
         "torch.distributed.distributed_c10d._world": "elastic.ray.actor parallel.collectives",
         "torch._subclasses": "train.dry_run.counting train.dry_run.storages",
         "torch.nn.modules.batchnorm._BatchNorm": "parallel.batch_norm",
+        "torch.ops.aten._safe_softmax": "train.dry_run.storages",
         "torch.ops.aten._cudnn_rnn": "train.dry_run.storages",
         "torch.ops.aten._scaled_dot_product_flash_attention": "train.dry_run.storages",
         "torch.ops.aten._scaled_dot_product_flash_attention_backward": "train.dry_run.storages",
