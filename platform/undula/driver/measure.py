@@ -117,9 +117,8 @@ def measure_cluster(address: str, cpus: float, log: Callable[[str], None]) -> Me
         node, alike = able[0], [each for each in able[1:] if _sizes(each) == _sizes(able[0])]
         room = workers_that_fit(node["Resources"], worker)
         first, *others = (_gauge(node, worker) for _ in range(room))
-        (name, memory), *_ = [
-            _answer(each) for each in [gauge.device.remote() for gauge in (first, *others)]
-        ]  # all have started
+        # The others must not import their libraries while the first one is measured.
+        (name, memory), *_ = [_answer(each) for each in [gauge.device.remote() for gauge in (first, *others)]]
         log("measuring a worker ...")
         rates = full = _answer(first.rates.remote())
         if others:

@@ -47,8 +47,11 @@ def host_sentences(planned: Planned, choice: Candidate[Setting] | None) -> Itera
         planned: Configurations of the job.
         choice: The configuration; None for that of the job's YAML with the most workers.
     """
-    own = (each for each in planned.candidates if each.setting == planned.own)
-    shown, load = choice or max(own, key=lambda each: each.workers), load_of(planned)
+    # The job's own setting has no candidate if its number format was not measured.
+    own = [each for each in planned.candidates if each.setting == planned.own] or planned.candidates
+    shown, load = choice or max(own, key=lambda each: each.workers, default=None), load_of(planned)
+    if shown is None:
+        return
     on_host = _workers_of_host(shown)
     parts, head = parts_of_host(load, on_host, shown.workers), parts_of_head(load, on_host == shown.workers)
     sizes = {label: getattr(parts, name) for name, label in LABELS.items()}

@@ -91,6 +91,9 @@ def test_hosts_are_named_that_lack_memory() -> None:
         now, most = (parts.total - parts.change) / GIB, parts.total / GIB
         assert f"{who} holds about {now:.1f} GiB ({most:.1f} GiB while workers change)" in text
     assert [*host_sentences(PLANNED, None)][1:] == problems
+    others = tuple(each for each in FOUND if each.setting != OWN)
+    assert [*host_sentences(replace(PLANNED, candidates=others), None)]
+    assert not [*host_sentences(replace(PLANNED, candidates=()), None)]
     assert len(problems) == 1
     assert problems[0].startswith(
         "g6.xlarge has 16 GiB, too little for two snapshots of 3.0 GiB, so the run takes none there"
