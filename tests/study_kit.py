@@ -9,11 +9,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
 from jobs_kit import LANGUAGE_MODEL
 from small_text import CONTEXT
 from waiting import wait_until
 
 from undula.cluster.local import LocalCluster
+from undula.state.heartbeat import HEARTBEAT_FILE
 from undula.storage import Store, open_store
 from undula.study.progress import read_progress
 from undula.study.records import OUTCOME, TRIALS, read_spec
@@ -91,4 +93,7 @@ class Studies:
         }
 
     def await_outcomes(self, driver: "subprocess.Popen[str]", name: str, count: int) -> None:
+        """Wait until trials have ended, and until the driver trains: before that, it does not answer signals as a study does."""
+        heartbeat, start = self.folder / name / HEARTBEAT_FILE, psutil.Process(driver.pid).create_time()
+        wait_until(lambda: heartbeat.exists() and heartbeat.stat().st_mtime > start, 180, driver)
         wait_until(lambda: len(self.outcomes(name)) >= count, 180, driver)

@@ -56,7 +56,7 @@ def test_tokens_per_second_are_shown_and_can_be_a_target_and_a_page_is_written(t
     done = plan_size("--global-batch", "32", "--gpu", "L4", "--target", "tokens/s=1e12", "--page", str(page))
     assert done.returncode == 0, done.stderr
     assert " tok/s " in done.stdout
-    assert "of the memory of its host" in " ".join(done.stdout.split())
+    assert "a host with 1 of 2 workers holds about" in " ".join(done.stdout.split())
     assert "No configuration that fits meets --target tokens/s=1e12." in done.stdout
     assert f"page: {page}" in done.stdout
     assert "GPT of 951.6 k parameters" in page.read_text()

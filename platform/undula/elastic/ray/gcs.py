@@ -20,7 +20,7 @@ PREEMPTION = 2
 ALIVE = 0
 """GcsNodeInfo.ALIVE of Ray's gcs.proto."""
 START_LIMIT_S = 30.0
-"""Maximum seconds until the process has imported Ray. The import takes 4 s while a job uses all cores."""
+"""Seconds to import Ray in, or the limit of an answer if that is longer. The import takes 4 s while a job uses all cores."""
 ANSWER_LIMIT_S = 5.0
 """Default time limit for an answer in seconds."""
 HELLO = "hello"
@@ -56,7 +56,7 @@ class Head:
                 self._process.communicate()
                 self._process, self._is_new = self._started(), True
             if self._is_new:
-                self._is_new = not self._line(HELLO, START_LIMIT_S)
+                self._is_new = not self._line(HELLO, max(START_LIMIT_S, self._limit_s))
             try:
                 return json.loads(self._line(command, self._limit_s))
             except ValueError:
