@@ -22,6 +22,13 @@ def problem_of_sharding(module: nn.Module, spec: ShardingSpec) -> str | None:
     key = f"sharding.stage={spec.stage}"
     if spec.units != "auto" and (problem := problem_of_units(module, spec.units, "sharding.units")):
         return problem
+    units = units_of(module, spec.units)
+    for name, part in {**units, "": module}.items():
+        if isinstance(part, nn.ModuleList | nn.ModuleDict):
+            return (
+                f"{key} cannot shard {name or 'the model'}, a {type(part).__name__}, which has no forward pass in which its parameters "
+                "could be gathered; make it a module that calls its parts in forward(), or set sharding.stage=0"
+            )
     for name, parameter in module.named_parameters():
         if parameter.dim() == 0:
             return f"{key} cannot shard the parameter {name!r}, which has no dimension; give it the shape [1], or set sharding.stage=0"
@@ -30,7 +37,6 @@ def problem_of_sharding(module: nn.Module, spec: ShardingSpec) -> str | None:
                 f"{key} cannot shard the parameter {name!r}, whose memory is not contiguous, as after model.to(memory_format="
                 "torch.channels_last); remove that call, or set sharding.stage=0"
             )
-    units = units_of(module, spec.units)
     return _problem_of_shared_weights(module, units, key) or _problem_of_dtypes(module, units, key)
 
 

@@ -142,7 +142,6 @@ class ShardedEngine(Engine):
                 part.set_reshard_after_backward(is_last, recurse=False)
 
     def backward(self, loss: Tensor, weight: float, micro_batch: MicroBatch, is_last: bool) -> None:
-        self.free_gradients()  # torch would add those of this pass to them
         super().backward(loss, weight, micro_batch, is_last)
         assert isinstance(self._accumulator, ShardedAccumulator)
         self._accumulator.after_backward()

@@ -11,6 +11,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
+from undula.errors import UsageError
 from undula.parallel.layout import Layout
 from undula.parallel.reduce.accumulator import Accumulator
 from undula.parallel.reduce.unit_sum import InterleavedUnitSum, UnitSum
@@ -60,7 +61,8 @@ class ShardedAccumulator(Accumulator):
         make = InterleavedUnitSum if layout.interleaves and layout.num_cells > 1 else UnitSum
         self._units = [Unit(part, places, make(layout, virtual_workers)) for part, places in _units_of(module)]
         self._hooks: list[RemovableHandle] = []
-        self._hooked: set[Tensor] = set()
+        self._whole: dict[Tensor, tuple[nn.Parameter, int]] = {}
+        """Sharded parameter of each whole one, and the number of changes that torch has counted of the whole one."""
         for unit in self._units:
             unit.module.set_custom_reduce_scatter(unit.sum)  # type: ignore[arg-type]
             if layout.num_cells == 1:
@@ -73,9 +75,10 @@ class ShardedAccumulator(Accumulator):
         """Remove the hooks from the parameters and modules."""
         for hook in self._hooks:
             hook.remove()
-        self._hooked.clear()
+        self._whole.clear()
 
     def open(self, work: Sequence[MicroBatch]) -> None:
+        self._require_unchanged()
         self._present.clear()
         places = [self._place(micro_batch) for micro_batch in work]
         self._passes = [(place, place != then) for place, then in zip(places, [*places[1:], None], strict=False)]
@@ -89,21 +92,49 @@ class ShardedAccumulator(Accumulator):
         place, is_last_of_place = self._passes.pop(0)
         self._end_leaves(place)
         self._counts = micro_batch.samples > 0
+        self._free()
         for unit in self._units:
             unit.sum.begin_pass(self._counts, is_last_of_place)
 
     def after_backward(self) -> None:
+        """Replace the gradients that torch has left, which count for nothing. A change by the script of those in their place is noticed."""
         self._counts = False
+        self._require_unchanged()
         for unit in self._units:
             unit.find_views()
+        self._free()
+        for whole, (parameter, _) in self._whole.items():
+            parameter.grad = whole.grad = whole.new_zeros(()).expand_as(whole)
+
+    def _free(self) -> None:
+        for whole, (parameter, _) in self._whole.items():
+            parameter.grad = whole.grad = None
+
+    def _require_unchanged(self) -> None:
+        """Refuse changes of whole parameters, which are lost when these are freed.
+
+        Raises:
+            UsageError: The script has changed one.
+        """
+        for whole, (parameter, version) in self._whole.items():
+            if whole._version != version:
+                names = {
+                    place: f"{type(layer).__name__.removeprefix('FSDP')}.{name}"
+                    for unit in self._units
+                    for layer, name, place in unit.places
+                }
+                raise UsageError(
+                    f"the script, or the forward pass, changed the parameter {names[parameter]} while it was gathered, where changes of a "
+                    "sharded model are lost; change it after step.update(), or set sharding.stage=0"
+                )
 
     def finish(self, samples: int) -> None:
         self._end_leaves(max(map(len, self._shares)))
+        self._free()
         present = self._present_anywhere()
         for unit in self._units:
             total = unit.sum.total()
             for _, _, parameter in unit.places:
-                parameter.grad = None
                 if total is not None and parameter in present:
                     shard = unit.views[parameter](total.to(parameter.dtype))
                     parameter.grad = _like(parameter, shard)
@@ -124,8 +155,8 @@ class ShardedAccumulator(Accumulator):
         """Let the whole parameters of a unit, which is gathered, tell when they get a gradient. Torch makes zeros for the others."""
         for layer, name, parameter in places:
             whole = layer._parameters[name]
-            if whole is not None and whole is not parameter and whole not in self._hooked:
-                self._hooked.add(whole)
+            if whole is not None and whole is not parameter and whole not in self._whole:
+                self._whole[whole] = parameter, whole._version
                 computed = partial(self._computed, parameter)
                 self._hooks.append(whole.register_post_accumulate_grad_hook(computed))  # type: ignore[no-untyped-call]
 
