@@ -361,7 +361,7 @@ def _rank(
         if group.leaves and group.until == done + 1:
             process.leave(group.saves)
         last.clear()
-        last.update(record_of(model, optimizer))
+        last.update(record_of(model, optimizer, is_whole=True))
 
     # The same kind of device in all groups, because other kinds compute other bits.
     device = device or local_device(rank, MOST_RANKS)

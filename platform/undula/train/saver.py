@@ -210,7 +210,9 @@ class StateSaver:
             # A snapshot of a state whose validation or `after_step` was to come need not be like the state after these.
             for stored in find_snapshots(folder_of(job.run_url, job.run_id), self._setup.plan_digest):
                 if stored.age == held.age and is_settled(stored.meta["values"]):
-                    copies["a snapshot"] = stored.load()
+                    snapshot = stored.load()
+                    if snapshot.holding == held.state.holding:  # other ranks with other shards may be on this node
+                        copies["a snapshot"] = snapshot
         return copies
 
     def weights_digest(self) -> int:
