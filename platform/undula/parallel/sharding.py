@@ -32,6 +32,10 @@ def problem_of_sharding(module: nn.Module, spec: ShardingSpec) -> str | None:
     for name, parameter in module.named_parameters():
         if parameter.dim() == 0:
             return f"{key} cannot shard the parameter {name!r}, which has no dimension; give it the shape [1], or set sharding.stage=0"
+        if not parameter.numel():
+            return (
+                f"{key} cannot shard the parameter {name!r}, which has no elements; remove it, or set sharding.stage=0"
+            )
         if not parameter.is_contiguous():
             return (
                 f"{key} cannot shard the parameter {name!r}, whose memory is not contiguous, as after model.to(memory_format="

@@ -189,7 +189,7 @@ class _Scalar(nn.Module):
 
 
 def _sharing() -> nn.Module:
-    blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+    blocks = nn.Sequential(*(nn.Linear(4, 4) for _ in range(3)))
     blocks[2].weight = blocks[0].weight
     return blocks
 
@@ -198,6 +198,8 @@ def _sharing() -> nn.Module:
     ("module", "spec", "message"),
     [
         (_Scalar(), ShardingSpec(3), r"the parameter 'scale', which has no dimension; give it the shape \[1\]"),
+        (nn.Linear(0, 2), ShardingSpec(2), "'weight', which has no elements"),
+        (nn.ModuleList([nn.Linear(2, 2)]), ShardingSpec(3), "the model, a ModuleList, which has no forward pass"),
         (nn.Conv2d(4, 4, 3).to(memory_format=torch.channels_last), ShardingSpec(1), "'weight', whose memory is not"),
         (_sharing(), ShardingSpec(2), r"the weight '2\.weight', which 0 and 2 share"),
         (nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2).double()), ShardingSpec(3, ("x",)), r"sharding\.units has 'x'"),

@@ -155,7 +155,9 @@ class ShardedAccumulator(Accumulator):
         """Let the whole parameters of a unit, which is gathered, tell when they get a gradient. Torch makes zeros for the others."""
         for layer, name, parameter in places:
             whole = layer._parameters[name]
-            if whole is not None and whole is not parameter and whole not in self._whole:
+            if whole is None or whole is parameter or whole in self._whole:
+                continue
+            if whole.requires_grad:
                 self._whole[whole] = parameter, whole._version
                 computed = partial(self._computed, parameter)
                 self._hooks.append(whole.register_post_accumulate_grad_hook(computed))  # type: ignore[no-untyped-call]
