@@ -47,10 +47,11 @@ def run_backward(
     layout = engine.layout
     own = assign(len(samples), layout.world_size)[layout.rank]
     work = [place for place in own if samples[place]] or list(own[:1])
-    engine.begin_step(len(work))
-    for place in work:
-        is_last = place == work[-1]
+    micro_batches = [MicroBatch(0, place, 0, samples[place]) for place in work]
+    engine.begin_step(micro_batches)
+    for micro_batch in micro_batches:
+        is_last = micro_batch is micro_batches[-1]
         engine.before_forward(is_last)
-        micro_batch = MicroBatch(0, place, 0, samples[place])
-        engine.backward(loss_of(place), samples[place] / sum(samples), micro_batch, is_last)
+        weight = micro_batch.samples / sum(samples)
+        engine.backward(loss_of(micro_batch.virtual_worker), weight, micro_batch, is_last)
     engine.finish_gradients(sum(samples), max_norm=max_norm)

@@ -41,7 +41,7 @@ from torch import nn
 from torch.optim.lr_scheduler import LambdaLR, OneCycleLR, SequentialLR, StepLR
 
 from undula.data.spec import ValidationSpec
-from undula.parallel.spec import ActivationsSpec, GradientSpec
+from undula.parallel.spec import ActivationsSpec, GradientSpec, ShardingSpec
 from undula.plan.precision import PrecisionSpec
 from undula.plan.schedule import ScheduleSpec
 from undula.recovery.worker_state import LeaveGroup, Request, WorkerState
@@ -143,6 +143,27 @@ FEATURES: dict[str, Feature] = {
     "loader processes": Feature(on_drawn, num_workers=1, like="samples of the script"),
 }  # fmt: skip
 """Rows, whose name is the feature."""
+
+
+def sharded(stage: Literal[1, 2, 3], name: str) -> Feature:
+    """Return a row like another one, with a model that the platform shards."""
+    row = FEATURES[name]
+    return replace(row, settings={**row.settings, "sharding": ShardingSpec(stage)}, like=row.like or name)
+
+
+FEATURES |= {
+    f"{name}, sharded in stage {stage}": sharded(stage, name)
+    for stage, name in (
+        *((1, "plain"), (2, "plain"), (3, "plain")),
+        *((1, "BatchNorm"), (3, "BatchNorm"), (2, "clipped"), (1, "short last step"), (2, "short last step")),
+        *((3, "uneven micro-batches"), (1, "no samples"), (3, "no samples"), (2, "mean over tokens")),
+        *((3, "bf16, blocks"), (2, "fp16"), (3, "fp16"), (3, "activations=sqrt"), (2, "lars"), (3, "lamb")),
+        *((3, "random numbers"), (2, "loader processes"), (3, "counts in buffers")),
+    )
+}
+FEATURES["16-bit gathers"] = Feature(
+    Loop(network, adamw), {"precision": PrecisionSpec("bf16"), "sharding": ShardingSpec(3, gather="compute")}
+)
 
 
 @dataclass(frozen=True)

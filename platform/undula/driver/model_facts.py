@@ -25,9 +25,11 @@ from undula.parallel.batch_norm import problem_of_batch_norm
 from undula.parallel.capabilities import Feature
 from undula.parallel.compile import problem_of_compilation
 from undula.parallel.parameters import features_of_model
+from undula.parallel.sharding import problem_of_sharding
 from undula.parallel.units import problem_of_units
 from undula.plan.plan import Plan
 from undula.state.model_state import Shapes, model_shapes
+from undula.state.pieces import is_sharded
 from undula.train.job import Job
 from undula.train.run import Run
 from undula.train.session import Check, Kept, Maps
@@ -189,6 +191,8 @@ class _Probe:
             problem = problem_of_units(module, activations.units)
         if self.job.compile and problem is None:
             problem = problem_of_compilation(module)
+        if self.job.sharding.stage and problem is None and not is_sharded(module):
+            problem = problem_of_sharding(module, self.job.sharding)
         problem = problem or problem_of_batch_norm(module)
         raise _ModelBuiltError(ModelFacts(model_shapes(module), frozenset(features_of_model(module)), problem))
 

@@ -7,14 +7,13 @@ from typing import Literal
 
 from undula.parallel.spec import EngineSettings
 
-EngineKind = Literal["fsdp", "adasum", "data parallel"]
+EngineKind = Literal["sharded", "adasum", "data parallel"]
 
 
 class Feature(StrEnum):
     """A feature that a job or its model can require of an engine. The value is its name in messages."""
 
-    SHARDED = "a model that fully_shard() has sharded"
-    DETERMINISTIC = "deterministic=true"
+    SHARDED = "a sharded model (sharding.stage, or fully_shard() in the script)"
     ADASUM = "gradient.reduce=adasum"
     HOROVOD = "engine=horovod"
     COMPRESSION = "gradient.compression"
@@ -36,21 +35,18 @@ class Capabilities:
     """Features that the engine supports in addition to the one that selects it."""
     equal_rounds: bool = False
     """Whether all ranks must run the same number of micro-batches, because forward and backward passes contain collectives."""
-    same_bits: bool = True
-    """Whether a run has the same bits at any number of ranks: on CPUs of one kind, and on GPUs of one kind with deterministic=true."""
 
 
 FORMATS = frozenset({Feature.BF16, Feature.FP16, Feature.HALF_PARAMETERS})
 """Features about number formats, each of which every engine supports. CONFLICTS has those that exclude each other."""
-FSDP = Capabilities("fsdp", Feature.SHARDED, FORMATS, equal_rounds=True, same_bits=False)
-ADASUM = Capabilities("adasum", Feature.ADASUM, FORMATS | {Feature.DETERMINISTIC, Feature.HOROVOD})
+SHARDED = Capabilities("sharded", Feature.SHARDED, FORMATS, equal_rounds=True)
+ADASUM = Capabilities("adasum", Feature.ADASUM, FORMATS | {Feature.HOROVOD})
 DATA_PARALLEL = Capabilities(
     "data parallel",
     None,
-    FORMATS
-    | {Feature.DETERMINISTIC, Feature.HOROVOD, Feature.COMPRESSION, Feature.NOISE_SCALE, Feature.SPARSE_GRADIENTS},
+    FORMATS | {Feature.HOROVOD, Feature.COMPRESSION, Feature.NOISE_SCALE, Feature.SPARSE_GRADIENTS},
 )
-ENGINES = (FSDP, ADASUM, DATA_PARALLEL)
+ENGINES = (SHARDED, ADASUM, DATA_PARALLEL)
 """Engines in order of precedence. The first engine whose selecting feature a job requires trains the job; the last is the default."""
 
 _ROUNDED = (
@@ -68,8 +64,8 @@ def features_of(settings: EngineSettings) -> set[Feature]:
     """Return the features that a job's settings require. The model of the job may require more."""
     gradient = settings.gradient
     asked = {
+        Feature.SHARDED: settings.sharding.stage > 0,
         Feature.HOROVOD: settings.engine == "horovod",
-        Feature.DETERMINISTIC: settings.deterministic,
         Feature.ADASUM: gradient.reduce == "adasum",
         Feature.COMPRESSION: gradient.compression != "none",
         Feature.NOISE_SCALE: settings.measures_noise,
@@ -106,9 +102,6 @@ def markdown_table() -> str:
             for engine in ENGINES
         )
         lines.append(f"| {feature} | {' | '.join(cells)} |")
-    lines.append(
-        f"| the same bits at any number of workers | {' | '.join('yes' if each.same_bits else '' for each in ENGINES)} |"
-    )
     return "\n".join(lines)
 
 

@@ -33,6 +33,8 @@ class Layout:
     """Process group of all ranks with the backend of `device`, for broadcasts of the model's state."""
     shards: dist.ProcessGroup
     """Process group with one rank of each cell, for sums of gradients and sharded parameters."""
+    interleaves: bool = False
+    """Whether cells take the virtual workers in turn, and not in contiguous ranges."""
 
     @property
     def num_cells(self) -> int:
@@ -50,11 +52,16 @@ class Layout:
 
     def assignment(self, virtual_workers: int) -> tuple[range, ...]:
         """Return the virtual workers of each cell, given the number of all virtual workers."""
+        if self.interleaves:
+            return tuple(range(cell, virtual_workers, self.num_cells) for cell in range(self.num_cells))
         return assign(virtual_workers, self.num_cells)
 
     def roots(self, virtual_workers: int) -> list[tuple[Node, ...]]:
         """Return the roots of each cell, in the tree over all virtual workers."""
-        return [roots(virtual_workers, share.start, share.stop) for share in self.assignment(virtual_workers)]
+        shares = self.assignment(virtual_workers)
+        if self.interleaves and self.num_cells > 1:  # no two siblings are on the same cell
+            return [tuple((place, place + 1) for place in share) for share in shares]
+        return [roots(virtual_workers, share.start, share.stop) for share in shares]
 
     def virtual_workers(self, virtual_workers: int) -> range:
         """Return the virtual workers of this rank's cell, given the number of all virtual workers."""
@@ -62,7 +69,7 @@ class Layout:
 
     def rounds(self, plan: Plan, steps: range) -> int:
         """Return the largest number of micro-batches that any cell has in some steps of a plan."""
-        return plan.rounds(steps, self.num_cells)
+        return max(len(plan.work(steps, share)) for share in self.assignment(plan.spec.virtual_workers))
 
 
 def join_layout(rank: int, world_size: int, device: torch.device, local_rank: int = 0) -> Layout:

@@ -14,6 +14,8 @@ from undula.plan.precision import Compute
 EngineName = Literal["torch", "horovod"]
 Reduction = Literal["average", "sum", "adasum"]
 Compression = Literal["none", "fp16", "bf16"]
+UnitNames = Literal["auto"] | Annotated[tuple[Annotated[str, MinLen(1)], ...], MinLen(1)]
+"""Names of modules, in which each part between dots can be a pattern; `auto` for the repeated blocks."""
 
 
 @checked_dataclass(frozen=True, config=STRICT)
@@ -35,6 +37,30 @@ class GradientSpec:
     `noise_scale`, in samples. If schedule.batch_rule needs the noise scale, every step measures it."""
 
 
+@checked_dataclass(frozen=True, config=STRICT)
+class ShardingSpec:
+    """Sharding of a model over the workers, with torch's `fully_shard` (FSDP2). No setting but `gather` changes any bit of the result."""
+
+    stage: Literal[0, 1, 2, 3] = 0
+    """Parts of a step of which no worker has the whole, as ZeRO numbers them (arXiv:1910.02054): nothing (0), the optimizer's state (1),
+    also the gradient (2), also the parameters (3). Between steps, stages 1, 2 and 3 shard the parameters as well."""
+    units: UnitNames = "auto"
+    """Modules that are gathered one at a time: a list of names in which each part between dots can be a pattern, such as `[encoder.*]`.
+    `auto` takes the repeated blocks, as `activations.units` does. The rest of the model is one more unit."""
+    gather: Literal["fp32", "compute"] = "fp32"
+    """Format in which parameters are gathered: their own (fp32), or that of `precision.compute`, which halves the bytes. `compute` has
+    other bits than the unsharded model, because whole units then compute in 16 bits, and not only the operations that autocast chooses."""
+
+    def __post_init__(self) -> None:
+        if not self.stage and (self.units != "auto" or self.gather != "fp32"):
+            raise ValueError("units and gather have no effect with stage=0; set stage to 1, 2 or 3, or remove them")
+
+    @property
+    def interleaves(self) -> bool:
+        """Whether workers take the virtual workers in turn, so that each round of them can be added up at once."""
+        return self.stage >= 2
+
+
 @dataclass(frozen=True)
 class EngineSettings:
     """Settings of a job that decide which engine trains it, and how the engine combines gradients."""
@@ -47,6 +73,7 @@ class EngineSettings:
     measures_noise: bool = False
     """Whether the job measures the gradient noise scale."""
     compute: Compute = "fp32"
+    sharding: ShardingSpec = field(default_factory=ShardingSpec)
 
 
 Keep = Annotated[str, StringConstraints(pattern=r"^(all|none|selective|sqrt|every_[1-9][0-9]*)$")]
@@ -61,7 +88,7 @@ class ActivationsSpec:
     `all`; `none` (only the input of each unit); `selective` (also the results of matrix products, convolutions and attention);
     `every_N`, such as `every_4` (only the input of every N-th unit, so that N units are recomputed together); or `sqrt`, which is
     `every_N` for the square root of the number of units."""
-    units: Literal["auto"] | Annotated[tuple[Annotated[str, MinLen(1)], ...], MinLen(1)] = "auto"
+    units: UnitNames = "auto"
     """Modules whose activations are recomputed or offloaded: a list of names in which each part between dots can be a pattern, such as
     `[encoder.*, decoder.*]`. `auto` takes the repeated blocks: the modules of the longest ModuleList or Sequential of one class, and of
     all others of this class."""

@@ -28,20 +28,22 @@ def units_of(module: nn.Module, names: Literal["auto"] | Sequence[str]) -> dict[
     return units
 
 
-def problem_of_units(module: nn.Module, names: Literal["auto"] | Sequence[str]) -> str | None:
-    """Return the reason why a job's units do not fit its model, as a sentence; None if they fit."""
+def problem_of_units(
+    module: nn.Module, names: Literal["auto"] | Sequence[str], key: str = "activations.units"
+) -> str | None:
+    """Return the reason why a job's units, of the setting `key`, do not fit its model, as a sentence; None if they fit."""
     if names == "auto":
         if units_of(module, names):
             return None
         return (
-            "activations.units=auto found no repeated blocks in the model, which are two or more modules of one class in a ModuleList or "
-            "Sequential; name the units, for example activations.units=[encoder.*]"
+            f"{key}=auto found no repeated blocks in the model, which are two or more modules of one class in a ModuleList or "
+            f"Sequential; name the units, for example {key}=[encoder.*]"
         )
     for name in names:
         if not _named(module, [name]):
             known = [child for child, _ in module.named_children()]
             return (
-                f"activations.units has {name!r}, which matches no module of the model; its modules are {', '.join(known) or 'none'} and "
+                f"{key} has {name!r}, which matches no module of the model; its modules are {', '.join(known) or 'none'} and "
                 "the modules inside them, such as encoder.0 or, as a pattern, encoder.*"
             )
     return None

@@ -1,6 +1,6 @@
 """The plan of a run: the samples that each step consumes, divided among virtual workers. It never mentions the world size."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from hashlib import sha256
 from json import dumps
@@ -11,7 +11,6 @@ from pydantic.dataclasses import dataclass as checked_dataclass
 
 from undula.errors import STRICT, SpecError
 from undula.plan.precision import FP32, PrecisionSpec
-from undula.plan.tree import assign
 
 Positive = Annotated[int, Gt(0)]
 
@@ -286,9 +285,23 @@ class Plan:
             for number, samples in enumerate(self.micro_batches(self.step(step).step_in_epoch, virtual_worker))
         ]
 
-    def rounds(self, steps: range, world_size: int) -> int:
-        """Return the largest number of micro-batches that any of `world_size` ranks has in some steps."""
-        return max(len(self.work(steps, of_rank)) for of_rank in assign(self.spec.virtual_workers, world_size))
+    def aligned_work(self, steps: range, shares: Sequence[range], rank: int) -> list[MicroBatch]:
+        """Return the micro-batches of a rank, of which every rank has as many in steps that are merged, or in one step.
+
+        The n-th virtual workers of all ranks run at the same time. A rank runs a micro-batch without samples where it has fewer.
+
+        Args:
+            steps: The steps.
+            shares: Virtual workers of each rank.
+            rank: The rank.
+        """
+        work: list[MicroBatch] = []
+        for place in range(max(map(len, shares))):
+            works = [self.work(steps, share[place : place + 1]) for share in shares]
+            share = shares[rank] if place < len(shares[rank]) else next(each for each in shares if place < len(each))
+            padding = MicroBatch(steps[0], share[place], 0, 0)
+            work += works[rank] + [padding] * (max(map(len, works)) - len(works[rank]))
+        return work
 
     def digest(self, manifest_digest: str, precision: PrecisionSpec = FP32) -> str:
         """Return the identity of the logical run: runs with equal digests consume the same samples at the same steps, in one precision."""

@@ -196,9 +196,8 @@ def _trained_as_plain_loop(watched: Watched, checked: "_Checked", virtual_worker
 
 def _has_same_bits(checked: "_Checked", device: torch.device | None) -> bool:
     """Return whether the job has the same bits at any number of ranks."""
-    spec, model = checked.loaded.spec, checked.examined.model
     on_gpus = device.type == "cuda" if device else torch.cuda.device_count() >= MOST_RANKS
-    return spec.has_same_bits(model.features if model else frozenset(), on_gpus)
+    return checked.loaded.spec.has_same_bits(on_gpus)
 
 
 def check_on_ranks(
@@ -207,7 +206,7 @@ def check_on_ranks(
     """Check that a run on ranks in separate processes is unchanged by two SIGKILLs, departures, growth and a resubmission.
 
     The number of ranks changes between 1 and 2, and the comparison is a run on one rank. If the result may depend on the number of ranks,
-    because the model is sharded, or because `deterministic=true` is missing on GPUs, it stays 2, and the comparison is an uninterrupted
+    because `deterministic=true` is missing on GPUs, it stays 2, and the comparison is an uninterrupted
     run on 2.
 
     Args:
@@ -362,7 +361,7 @@ def _rank(
         if group.leaves and group.until == done + 1:
             process.leave(group.saves)
         last.clear()
-        last.update(record_of(model, optimizer))
+        last.update(record_of(model, optimizer, is_whole=True))
 
     # The same kind of device in all groups, because other kinds compute other bits.
     device = device or local_device(rank, MOST_RANKS)

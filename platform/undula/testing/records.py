@@ -10,15 +10,24 @@ from torch import Tensor, nn
 
 from undula.errors import ConformanceError
 from undula.state.model_state import MODEL, OPTIMIZER, bare_module, model_and_optimizer_state
-from undula.state.pieces import RankState
+from undula.state.pieces import RankState, is_sharded_tensor
 
 Record: TypeAlias = Mapping[str, tuple[str, bytes]]
 """Kind and bytes of each tensor and value of a state, by name."""
 
 
-def record_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> Record:
-    """A copy of the state of this rank, with the buffers that are not persistent."""
-    record = {name: _leaf(value) for name, value in model_and_optimizer_state(model, optimizer).items()}
+def record_of(model: nn.Module, optimizer: torch.optim.Optimizer, is_whole: bool = False) -> Record:
+    """A copy of the state of this rank, with the buffers that are not persistent.
+
+    Args:
+        model: Model of the run.
+        optimizer: Optimizer of the run.
+        is_whole: Whether to gather what the ranks have in shards. All ranks must call this then.
+    """
+    state = model_and_optimizer_state(model, optimizer)
+    if is_whole:
+        state = {name: value.full_tensor() if is_sharded_tensor(value) else value for name, value in state.items()}
+    record = {name: _leaf(value) for name, value in state.items()}
     for name, module in bare_module(model).named_modules():
         for key in module._non_persistent_buffers_set:
             if (buffer := module._buffers[key]) is not None:

@@ -147,7 +147,11 @@ class StepBoundary:
         """
         self._worker.progress.enter(BETWEEN_STEPS)
         attempt, saver, wants = self._attempt, self._saver, totals.wants
-        attempt.commit(step, totals, lr, measured, saver.weights_digest() if self._is_digest_due(step) else None)
+        digest: int | None = None
+        try:
+            digest = saver.weights_digest() if self._is_digest_due(step) else None
+        finally:  # the step is committed even if a rank with shards of the weights is lost now
+            attempt.commit(step, totals, lr, measured, digest)
         self.wants, self.is_save_asked = wants, False
         if wants.saves and self._worker.request == Request(saves=True):
             self._worker.request = Request()

@@ -1,7 +1,7 @@
 """Settings of a job that its workers use. None of them mentions the cluster."""
 
 import dataclasses
-from collections.abc import Collection, Set
+from collections.abc import Collection
 from dataclasses import field
 from typing import Annotated, Any, Self, assert_never
 
@@ -12,8 +12,8 @@ from undula.data.script.indexed import ScriptData
 from undula.data.script.pickling import Pickled
 from undula.data.spec import DataSpec, ValidationSpec
 from undula.errors import STRICT
-from undula.parallel.capabilities import Feature, engine_with, features_of, refusal
-from undula.parallel.spec import ActivationsSpec, EngineName, EngineSettings, GradientSpec
+from undula.parallel.capabilities import Feature, features_of, refusal
+from undula.parallel.spec import ActivationsSpec, EngineName, EngineSettings, GradientSpec, ShardingSpec
 from undula.plan.plan import Plan, PlanSpec
 from undula.plan.precision import FP32, PrecisionSpec
 from undula.plan.schedule import ScheduleSpec
@@ -43,6 +43,8 @@ class JobSettings:
     """Learning rate over the course of the run."""
     gradient: GradientSpec = field(default_factory=GradientSpec)
     """Reduction and clipping of the gradient before the optimizer's step."""
+    sharding: ShardingSpec = field(default_factory=ShardingSpec)
+    """Sharding of the model over the workers."""
     activations: ActivationsSpec = field(default_factory=ActivationsSpec)
     """Activations that the forward pass keeps for the backward pass, and where."""
     compile: bool = False
@@ -64,6 +66,10 @@ class JobSettings:
         if problem := refusal(self.features):
             raise ValueError(problem)
         self._refuse_unmeasurable_noise()
+        if self.sharding.gather == "compute" and self.precision.compute == "fp32":
+            raise ValueError(
+                "sharding.gather=compute has no effect with precision.compute=fp32; set precision.compute to bf16 or fp16, or remove gather"
+            )
         if self.schedule.batch_rule == "legw" and self.schedule.has_warmup and self.plan.batch == "elastic":
             raise ValueError(
                 "schedule.batch_rule=legw makes the warmup longer by the factor of the batch, which plan.batch=elastic changes on the way; "
@@ -120,9 +126,9 @@ class JobSettings:
         """Features that the settings require of an engine; the model may require more."""
         return features_of(self.engine_settings)
 
-    def has_same_bits(self, of_model: Set[Feature], on_gpus: bool) -> bool:
-        """Return whether the job has the same bits at any number of workers, given the features of its model."""
-        return engine_with(self.features | of_model).same_bits and (self.deterministic or not on_gpus)
+    def has_same_bits(self, on_gpus: bool) -> bool:
+        """Return whether the job has the same bits at any number of workers."""
+        return self.deterministic or not on_gpus
 
     @property
     def engine_settings(self) -> EngineSettings:
@@ -134,6 +140,7 @@ class JobSettings:
             self.gradient,
             measures_noise=self.noise_every_steps > 0,
             compute=self.precision.compute,
+            sharding=self.sharding,
         )
 
     @property

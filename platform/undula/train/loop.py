@@ -179,9 +179,8 @@ class TrainingLoop:
         """Begin the attempt with the restored state, and report what the user should know about the run."""
         attempt, parts, start = self.attempt, self._parts, restored.step
         self.model.baseline.take()
-        same_bits = self.model.engine.capabilities.same_bits
-        is_exact = same_bits and (self._setup.job.deterministic or self._setup.layout.device.type == "cpu")
-        attempt.begin(restored, self._arithmetic, is_exact)
+        is_exact = self._setup.job.has_same_bits(on_gpus=self._setup.layout.device.type != "cpu")
+        attempt.begin(restored, self._arithmetic, is_exact and self.model.engine.has_same_bits)
         change = self.model.restore(restored.values, start)
         self._results.restore(restored.values)
         seed_between_steps(self._setup.job.plan.seed, "after the update", start)  # for work that the script repeats

@@ -6,6 +6,7 @@ the virtual workers of one rank and not for the step, and the ranks' weights wou
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from itertools import chain
 from operator import attrgetter, is_
 from types import FrameType
 from typing import Any
@@ -185,7 +186,8 @@ class OpenGradients:
         )
 
     def _name(self, parameter: nn.Parameter) -> str:
-        return next(name for name, candidate in self._engine.module.named_parameters() if candidate is parameter)
+        now = self._engine.module.named_parameters()  # those of a sharded module are others while they are gathered
+        return next(name for name, candidate in chain(self._known.items(), now) if candidate is parameter)
 
 
 class _HeldGradient(Tensor):
@@ -211,9 +213,14 @@ class _HeldGradient(Tensor):
         with torch._C.DisableTorchFunctionSubclass():
             held = [leaf for leaf in tree_leaves((arguments, keywords)) if isinstance(leaf, cls)]
             before = list(map(_version_of, held))
-            result = function(*arguments, **keywords)
-            if list(map(_version_of, held)) == before and function.__name__ != _UNCOUNTED:
-                return result
+            try:
+                result = function(*arguments, **keywords)
+                if list(map(_version_of, held)) == before and function.__name__ != _UNCOUNTED:
+                    return result
+            except RuntimeError:
+                # A sharded model has expanded zeros in place of its gradients, which torch cannot change.
+                if not any(0 in gradient.stride() for gradient in held):
+                    raise
         name = _called(function, sys._getframe(1))
         if name == "zero_grad":
             raise UsageError(

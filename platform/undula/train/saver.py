@@ -210,13 +210,21 @@ class StateSaver:
             # A snapshot of a state whose validation or `after_step` was to come need not be like the state after these.
             for stored in find_snapshots(folder_of(job.run_url, job.run_id), self._setup.plan_digest):
                 if stored.age == held.age and is_settled(stored.meta["values"]):
-                    copies["a snapshot"] = stored.load()
+                    snapshot = stored.load()
+                    if snapshot.holding == held.state.holding:  # other ranks with other shards may be on this node
+                        copies["a snapshot"] = snapshot
         return copies
 
     def weights_digest(self) -> int:
-        """Return the digest of the model's weights."""
-        pieces = self._live.held().pieces
-        return additive_digest({name: piece for name, piece in pieces.items() if name.startswith(MODEL)})
+        """Return the digest of the model's weights. If the model is sharded, all ranks must call this, and rank 0 gets the digest."""
+        layout, pieces = self._setup.layout, self._live.held().pieces
+        weights = {name: piece for name, piece in pieces.items() if name.startswith(MODEL)}
+        if self._live.is_whole:
+            return additive_digest(weights)
+        counted = {name: piece for name, piece in weights.items() if layout.is_first or not piece.is_replicated}
+        digests: list[int] = [0] * layout.world_size
+        dist.all_gather_object(digests, additive_digest(counted), group=layout.control)
+        return sum(digests) % 2**64
 
     def end(self) -> None:
         """End the run: wait for its last checkpoint and delete its snapshots.

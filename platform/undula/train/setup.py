@@ -1,6 +1,6 @@
 """Parts of a run that a rank knows before the script has made its model: its settings, its data and plan, and the attempt."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch.distributed as dist
@@ -57,6 +57,7 @@ class RunSetup:
             SupersededError: The run was submitted again.
         """
         store, data = open_store(job.run_url), _data_of(job)
+        layout = replace(layout, interleaves=job.sharding.interleaves)
         plan = Plan(job.plan, data.num_rows)
         held = [0] * layout.world_size
         dist.all_gather_object(held, worker.held.age[0] if worker.held else 0, group=layout.control)
@@ -72,7 +73,7 @@ class RunSetup:
     @classmethod
     def of_no_attempt(cls, job: Job, layout: Layout, worker: WorkerState) -> "RunSetup":
         """Return the setup of a process that works beside the run. It claims no attempt, and its messages go nowhere."""
-        data = _data_of(job)
+        data, layout = _data_of(job), replace(layout, interleaves=job.sharding.interleaves)
         plan, store = Plan(job.plan, data.num_rows), open_store(job.run_url)
         return cls(job, layout, worker, lambda message: None, None, store, data, plan, "", 0, Lineage())
 
@@ -95,9 +96,10 @@ class RunSetup:
         if index >= self.plan.total_steps:
             return []
         steps = range(index, self.step(index).done)
-        work = self.plan.work(steps, self.virtual_workers)
-        rounds = self.layout.rounds(self.plan, steps) if equal_rounds else 1
-        return work + [MicroBatch(index, self.virtual_workers[0], 0, 0)] * (rounds - len(work))
+        if equal_rounds:
+            shares = self.layout.assignment(self.plan.spec.virtual_workers)
+            return self.plan.aligned_work(steps, shares, self.layout.cell)
+        return self.plan.work(steps, self.virtual_workers) or [MicroBatch(index, self.virtual_workers[0], 0, 0)]
 
 
 def _data_of(job: Job) -> Data:

@@ -1,6 +1,6 @@
 """The model of a run on a rank, and everything that a step does to it, in order."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -81,16 +81,16 @@ class TrainedModel:
         """Return the learning rate of a step."""
         return self._rate.at(step.samples_after, step.samples, step.merged_steps, self._noise.measured)
 
-    def begin_step(self, step: OptimizerStep, num_micro_batches: int, is_repeating: bool) -> None:
+    def begin_step(self, step: OptimizerStep, work: Sequence[MicroBatch], is_repeating: bool) -> None:
         """Begin the batches of a step.
 
         Args:
             step: The step.
-            num_micro_batches: Number of micro-batches of this rank.
+            work: Micro-batches of this rank.
             is_repeating: Whether the script has repeated work on the former step, for which it may change parameters.
         """
         self._buffers.begin_step()
-        self.engine.begin_step(num_micro_batches)
+        self.engine.begin_step(work)
         self.guard.begin_batches(is_repeating)
         self._noise.begin_step(step.index, step.merged_steps, self.engine.trainable)
 

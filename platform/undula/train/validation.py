@@ -155,6 +155,7 @@ class Validation:
         finally:
             reader.close()
             self._model.baseline.put_back_buffers()
+            self._model.engine.reshard()
         return sums
 
     def _is_asked_to_leave(self) -> bool:

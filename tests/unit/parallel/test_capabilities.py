@@ -5,7 +5,7 @@ from typing import get_args
 import pytest
 
 from undula.parallel.capabilities import CONFLICTS, ENGINES, EngineKind, Feature, engine_with, features_of, refusal
-from undula.parallel.spec import Compression, EngineName, EngineSettings, GradientSpec, Reduction
+from undula.parallel.spec import Compression, EngineName, EngineSettings, GradientSpec, Reduction, ShardingSpec
 from undula.plan.precision import Compute
 
 
@@ -41,7 +41,7 @@ def test_each_value_of_a_setting_requires_its_features() -> None:
             gradient = GradientSpec(**(chosen if setting in ("reduce", "compression") else {}))
             own = chosen if setting in ("engine", "compute") else {}
             assert features_of(EngineSettings(1, gradient=gradient, **own)) == REQUIRED[setting, value]
-    assert features_of(EngineSettings(1, deterministic=True)) == {Feature.DETERMINISTIC}
+    assert features_of(EngineSettings(1, sharding=ShardingSpec(1))) == {Feature.SHARDED}
     assert features_of(EngineSettings(1, measures_noise=True)) == {Feature.NOISE_SCALE}
 
 
@@ -50,10 +50,10 @@ def test_each_value_of_a_setting_requires_its_features() -> None:
     [
         (set(), "data parallel"),
         ({Feature.COMPRESSION, Feature.SPARSE_GRADIENTS, Feature.NOISE_SCALE, Feature.FP16}, "data parallel"),
-        ({Feature.HOROVOD, Feature.DETERMINISTIC}, "data parallel"),
+        ({Feature.HOROVOD, Feature.COMPRESSION}, "data parallel"),
         ({Feature.HOROVOD, Feature.ADASUM}, "adasum"),
-        ({Feature.DETERMINISTIC, Feature.ADASUM}, "adasum"),
-        ({Feature.SHARDED}, "fsdp"),
+        ({Feature.BF16, Feature.ADASUM}, "adasum"),
+        ({Feature.SHARDED, Feature.FP16}, "sharded"),
     ],
 )
 def test_the_first_engine_that_a_feature_selects_trains_the_job(features: set[Feature], name: str) -> None:

@@ -12,12 +12,13 @@ from torch.distributed.fsdp import fully_shard
 
 from undula.errors import UsageError
 from undula.parallel.engines.engine import Engine
-from undula.parallel.engines.fsdp import FSDPEngine
 from undula.parallel.engines.select import sent_as
+from undula.parallel.engines.sharded import ShardedEngine
 from undula.parallel.reduce.accumulator import Accumulator
 from undula.parallel.reduce.adasum import AdasumAccumulator
+from undula.parallel.reduce.sharded import ShardedAccumulator
 from undula.parallel.reduce.tree import TreeAccumulator
-from undula.parallel.spec import Compression, GradientSpec
+from undula.parallel.spec import Compression, GradientSpec, ShardingSpec
 
 ENGINES: dict[str, tuple[dict[str, Any], Callable[[], nn.Module], type[Engine], type[Accumulator]]] = {
     "plain": ({}, lambda: nn.Linear(2, 1), Engine, TreeAccumulator),
@@ -25,7 +26,8 @@ ENGINES: dict[str, tuple[dict[str, Any], Callable[[], nn.Module], type[Engine], 
     "fp16": ({"gradient": FP16}, lambda: nn.Linear(2, 1), Engine, TreeAccumulator),
     "deterministic": ({"deterministic": True}, lambda: nn.Linear(2, 1), Engine, TreeAccumulator),
     "adasum": ({"gradient": ADASUM}, lambda: nn.Linear(2, 1), Engine, AdasumAccumulator),
-    "sharded": ({}, lambda: fully_shard(nn.Linear(2, 1)), FSDPEngine, Accumulator),
+    "sharded by the script": ({}, lambda: fully_shard(nn.Linear(2, 1)), ShardedEngine, ShardedAccumulator),
+    "sharded": ({"sharding": ShardingSpec(3)}, lambda: nn.Linear(2, 1), ShardedEngine, ShardedAccumulator),
 }
 
 
@@ -33,7 +35,7 @@ def _select(rank: int, world_size: int) -> None:
     for name, (settings, make, engine_type, accumulator) in ENGINES.items():
         engine = placed(make(), rank, world_size, virtual_workers=2, **settings)
         assert (type(engine), type(engine._accumulator)) == (engine_type, accumulator), name
-    with pytest.raises(UsageError, match=r"^gradient\.reduce=adasum cannot be combined with a model that fully_shard"):
+    with pytest.raises(UsageError, match=r"^gradient\.reduce=adasum cannot be combined with a sharded model"):
         placed(fully_shard(nn.Linear(2, 1)), rank, world_size, virtual_workers=2, gradient=ADASUM)
 
 
@@ -48,19 +50,19 @@ def test_parameters_that_are_unfrozen_or_added_later_are_checked_in_the_next_ste
     embedding = nn.Embedding(4, 2, sparse=True).requires_grad_(False)
     model = nn.Sequential(embedding, base, nn.Linear(2, 1))
     engine = placed(model, 0, 1, virtual_workers=1, gradient=ADASUM, compute="bf16")
-    engine.begin_step(1)
+    engine.begin_step([])
     base.requires_grad_(True)
     with pytest.raises(UsageError, match=r"^a model with trainable bfloat16 .* with precision\.compute=bf16, because"):
-        engine.begin_step(1)
+        engine.begin_step([])
     base.requires_grad_(False)
-    engine.begin_step(1)
+    engine.begin_step([])
     embedding.requires_grad_(True)
     with pytest.raises(UsageError, match=r"sparse=True.* cannot be combined with gradient\.reduce=adasum"):
-        engine.begin_step(1)
+        engine.begin_step([])
     embedding.requires_grad_(False)
     model.append(nn.Linear(1, 1, dtype=torch.float16))
     with pytest.raises(UsageError, match=r"^a model with trainable bfloat16 or float16 parameters"):
-        engine.begin_step(1)
+        engine.begin_step([])
 
 
 def test_each_compression_has_the_dtype_of_its_name() -> None:

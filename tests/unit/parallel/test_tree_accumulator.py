@@ -159,13 +159,12 @@ def _of_one_memory(rank: int, world_size: int, virtual_workers: int) -> list[Any
     module = _OneMemory()
     engine = placed(module, rank, world_size, virtual_workers)
     own = engine.layout.virtual_workers(virtual_workers)
-    engine.begin_step(4 * len(own))
-    for virtual_worker in own:
-        for number in range(4):
-            is_last = (virtual_worker, number) == (own[-1], 3)
-            engine.before_forward(is_last)
-            weight = 1 / (4 * virtual_workers)
-            engine.backward(module(1.0), weight, MicroBatch(0, virtual_worker, number, 1), is_last)
+    work = [MicroBatch(0, virtual_worker, number, 1) for virtual_worker in own for number in range(4)]
+    engine.begin_step(work)
+    for micro_batch in work:
+        is_last = micro_batch is work[-1]
+        engine.before_forward(is_last)
+        engine.backward(module(1.0), 1 / (4 * virtual_workers), micro_batch, is_last)
     engine.finish_gradients(4 * virtual_workers)
     return [parameter.grad.tolist() for parameter in module.parameters() if parameter.grad is not None]
 

@@ -58,14 +58,12 @@ def test_a_habit_is_refused_with_the_name_of_the_call(row: str, world: str, foun
 
 
 def test_a_sharded_model_keeps_its_gradients(tmp_path: Path) -> None:
-    rows = [
-        row for row in REFUSED if re.search(r"zero_grad|of another loss|optimizer.step\(\)` in|before the batches", row)
-    ]
-    habits = {row: REFUSED[row][0] for row in rows}
-    # The last backward pass reduces sharded gradients, so that clipping them before step.update() is right.
+    habits = {row: habit for row, (habit, _) in REFUSED.items()}
     for rank in on_ranks(2, partial(outcomes, is_sharded=True), tmp_path, {**habits, **KEPT}):
-        for row in rows:  # sharded gradients do not know the name of a call that changes them
-            assert REFUSED[row][1] in rank[row] or "or another change was made to the gradient of" in rank[row]
+        for row in REFUSED.keys() - {
+            "a second copy of the weights, moved in the forward pass"
+        }:  # torch cannot shard a ModuleDict
+            assert REFUSED[row][1] in rank[row] or "while it was gathered" in rank[row]
         for row in KEPT:
             assert isinstance(rank[row], list), rank[row]
 

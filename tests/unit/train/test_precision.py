@@ -7,7 +7,7 @@ from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -24,10 +24,10 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 
 from undula.parallel.engines.engine import Engine
-from undula.parallel.engines.fsdp import FSDPEngine
+from undula.parallel.engines.sharded import ShardedEngine
 from undula.parallel.layout import join_layout
 from undula.parallel.precision import Autocast, cpu_problem
-from undula.parallel.spec import GradientSpec
+from undula.parallel.spec import EngineSettings, GradientSpec, ShardingSpec
 from undula.plan.plan import MicroBatch
 from undula.plan.precision import PrecisionSpec
 from undula.state.events import SkipEvent, WarningEvent
@@ -184,9 +184,10 @@ def test_a_tiny_gradient_is_lost_without_a_scale_and_exact_with_one() -> None:
         engine = Engine(join_layout(0, 1, torch.device("cpu")))
         model = engine.place(nn.Linear(1, 1, bias=False))
         engine.compute_in(torch.float16)
-        engine.begin_step(1)
+        work = [MicroBatch(0, 0, 0, 1)]
+        engine.begin_step(work)
         engine.before_forward(is_last=True)
-        engine.backward(model(torch.ones(1, 1)).sum() * 2.0**-25, scale, MicroBatch(0, 0, 0, 1), is_last=True)
+        engine.backward(model(torch.ones(1, 1)).sum() * 2.0**-25, scale, work[0], is_last=True)
         norm, overflows = engine.finish_gradients(1, max_norm=None, loss_scale=scale)
         gradients[scale] = model.weight.grad.item()  # type: ignore[union-attr,operator]
         assert (norm.item(), overflows.item()) == (gradients[scale], 0)
@@ -286,25 +287,30 @@ def test_adapters_in_fp32_train_beside_a_frozen_base_in_bf16(tmp_path: Path, is_
         assert moved.abs().max() < 2.0**-9 * torch.tensor(old).abs().max(), "bf16 could have held these changes"
 
 
-def _sharded_gradient(rank: int, world_size: int) -> tuple[set[torch.dtype], float]:
+def _sharded_gradient(rank: int, world_size: int, gather: Literal["fp32", "compute"]) -> tuple[set[torch.dtype], float]:
     """Return the dtypes that the layers of a sharded model compute, and the gradient of its weight."""
-    engine, seen = FSDPEngine(join_layout(rank, world_size, torch.device("cpu"))), set()
-    model = engine.place(fully_shard(nn.Sequential(fully_shard(nn.Linear(1, 1, bias=False)))))
+    layout, seen = join_layout(rank, world_size, torch.device("cpu")), set()
+    engine = ShardedEngine(layout, EngineSettings(2, compute="bf16", sharding=ShardingSpec(3, ("0",), gather)))
+    model = engine.place(nn.Sequential(nn.Linear(1, 1, bias=False)))
     engine.compute_in(torch.bfloat16)
     model[0].register_forward_hook(lambda module, inputs, output: seen.add(output.dtype))  # type: ignore[operator,index]
-    engine.begin_step(2)
-    for value, is_last in (((256.0, 0.5)[rank], False), (1.0, True)):
+    work = [MicroBatch(0, rank, number, 1) for number in range(2)]
+    engine.begin_step(work)
+    for value, micro_batch in zip(((256.0, 0.5)[rank], 1.0), work, strict=True):
+        is_last = micro_batch is work[-1]
         engine.before_forward(is_last)
         output = model(torch.full((1, 1), value))
         assert output.dtype == torch.float32
-        engine.backward(output.sum(), 1.0, MicroBatch(0, rank, 0, 1), is_last)
+        engine.backward(output.sum(), 1.0, micro_batch, is_last)
+    engine.finish_gradients(4)
     gradient = model[0].weight.grad.full_tensor()  # type: ignore[operator,index,union-attr]
     return seen, gradient.item()
 
 
-def test_a_sharded_model_computes_in_bf16_and_adds_up_in_fp32() -> None:
+@pytest.mark.parametrize("gather", ["fp32", "compute"])
+def test_a_sharded_model_computes_in_bf16_and_adds_up_in_fp32(gather: str) -> None:
     """bf16 has 8 significant bits. It could hold neither the sum of the micro-batches of a rank, 257, nor that of the ranks."""
-    assert on_ranks(2, _sharded_gradient) == [({torch.bfloat16}, 256 + 1 + 0.5 + 1)] * 2
+    assert on_ranks(2, _sharded_gradient, gather) == [({torch.bfloat16}, 256 + 1 + 0.5 + 1)] * 2
 
 
 def test_each_use_of_a_weight_has_a_gradient_of_its_own() -> None:

@@ -1,6 +1,6 @@
 """Engine that trains a module of which each rank has the whole."""
 
-from collections.abc import Callable, Set
+from collections.abc import Callable, Sequence, Set
 from operator import is_
 
 import torch
@@ -37,6 +37,8 @@ class Engine:
     capabilities: Capabilities = DATA_PARALLEL
     settings: Set[Feature] = frozenset()
     """Features that the job's settings require. The model may require others once the script has unfrozen parameters."""
+    has_same_bits = True
+    """Whether a model has the same bits at any number of ranks, as far as the engine knows its optimizer."""
     gradient = GradientSpec()
     """The job's settings for the gradient of a step."""
 
@@ -89,8 +91,8 @@ class Engine:
         """Accept the module that `place` returned, and the optimizer that `step` is to step."""
         self.optimizer = optimizer
 
-    def begin_step(self, micro_batches: int) -> None:
-        """Begin a step in which this rank runs `micro_batches` micro-batches.
+    def begin_step(self, work: Sequence[MicroBatch]) -> None:
+        """Begin a step in which this rank runs some micro-batches.
 
         Raises:
             UsageError: The script has unfrozen or added parameters that cannot be trained with the job's settings.
@@ -101,7 +103,7 @@ class Engine:
             if problem := refusal(self.settings | features_of_model(self.module)):
                 raise UsageError(problem)
             self._attach(self.module)
-        self._accumulator.open(micro_batches)
+        self._accumulator.open(work)
 
     def before_forward(self, is_last: bool) -> None:
         """Prepare the forward pass of a micro-batch. `is_last` is true for the last micro-batch of the step on this rank."""
@@ -151,6 +153,9 @@ class Engine:
         if applies:
             self.optimizer.step()
         self.free_gradients()
+
+    def reshard(self) -> None:
+        """Free what forward passes without a backward pass, such as those of a validation, have gathered of a sharded model."""
 
     def free_gradients(self) -> None:
         """Free all gradients, including the gradients of parameters that the optimizer does not have."""

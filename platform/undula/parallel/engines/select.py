@@ -41,10 +41,10 @@ def make_engine(module: nn.Module, layout: Layout, settings: EngineSettings) -> 
 def _engine_of(kind: EngineKind, layout: Layout, settings: EngineSettings) -> Engine:
     virtual_workers, compression = settings.virtual_workers, sent_as(settings.gradient.compression)
     match kind:
-        case "fsdp":
-            from undula.parallel.engines.fsdp import FSDPEngine
+        case "sharded":
+            from undula.parallel.engines.sharded import ShardedEngine
 
-            return FSDPEngine(layout)
+            return ShardedEngine(layout, settings)
         case "adasum":
             rows = _all_rows(layout, settings.engine)
             return Engine(

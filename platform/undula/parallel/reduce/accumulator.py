@@ -1,5 +1,7 @@
 """Contract of the accumulators, each of which combines the gradients of all virtual workers into the gradient of a step."""
 
+from collections.abc import Sequence
+
 from torch import Tensor, nn
 
 from undula.parallel.device_clock import Mark
@@ -14,8 +16,7 @@ class Accumulator:
     gradient of the step in the parameters, or None in a parameter that has no gradient on any rank. A rank runs the micro-batches of one
     virtual worker after those of another, so a virtual worker is complete when a micro-batch of another one begins.
 
-    This class is for models of a single rank, or models that reduce their gradients themselves: autograd adds up the gradients in the
-    parameters.
+    This class is for models of a single rank: autograd adds up the gradients in the parameters.
 
     Args:
         module: Module on its device. An accumulator is made anew when other parameters require a gradient.
@@ -28,8 +29,8 @@ class Accumulator:
         self.num_begun = 0
         """Number of collectives of torch.distributed that the backward pass of the step's last micro-batch has begun."""
 
-    def open(self, micro_batches: int) -> None:
-        """Begin a step in which this rank runs `micro_batches` micro-batches. The last step may not have been finished."""
+    def open(self, work: Sequence[MicroBatch]) -> None:
+        """Begin a step in which this rank runs some micro-batches. The last step may not have been finished."""
 
     def before_forward(self) -> None:
         """Prepare the forward pass of a micro-batch."""

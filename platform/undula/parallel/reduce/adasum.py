@@ -4,6 +4,8 @@ Maleki et al. 2020, arXiv:2006.02924, equation 4. The paper and Horovod combine 
 number of ranks. Here the gradients of virtual workers are combined in a tree that does not depend on the ranks.
 """
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor, nn
 
@@ -39,7 +41,7 @@ class AdasumAccumulator(Accumulator):
         self._sizes = [like.numel() for like in self._likes]
         self._dtype = torch.float64 if any(like.dtype == torch.float64 for like in self._likes) else torch.float32
 
-    def open(self, micro_batches: int) -> None:
+    def open(self, work: Sequence[MicroBatch]) -> None:
         self._sums = dict(zip(self._own, self._zeros(len(self._own)), strict=True))
         self._samples = dict.fromkeys(self._own, 0)
         self._has_gradient = torch.zeros(len(self._sizes), device=self._device)

@@ -10,7 +10,7 @@ not known when a bucket is complete. The first step therefore sends all buckets 
 gradient was added to several times.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -69,7 +69,7 @@ class TreeAccumulator(Accumulator):
         """Whether a backward pass sends buckets; False in the first step."""
         self._repeats = False
         """Whether a backward pass has added to a gradient several times."""
-        self.open(0)
+        self.open([])
 
     def close(self) -> None:
         """Remove the hooks from the parameters.
@@ -80,7 +80,7 @@ class TreeAccumulator(Accumulator):
         for hook in self._hooks:
             hook.remove()
 
-    def open(self, micro_batches: int) -> None:
+    def open(self, work: Sequence[MicroBatch]) -> None:
         self.num_begun, self.ready = 0, None
         self._is_last = False
         self._virtual_worker: int | None = None

@@ -26,7 +26,8 @@ class TreeSum:
 
     def begin_step(self) -> None:
         self._fold = Fold[Tensor | None](self._virtual_workers, added)
-        self._open = self._own.start
+        self._open = list(self._own)
+        """Virtual workers of this rank whose leaves are not closed."""
         self._leaf: Tensor | None = None
 
     def add(self, virtual_worker: int, term: Tensor) -> None:
@@ -40,7 +41,7 @@ class TreeSum:
         Args:
             like: Tensor that has the shape [elements], the dtype and the device of the sum.
         """
-        self._close_until(self._own.stop)
+        self._close_until(self._virtual_workers)
         padding = -len(like) % self._num_slices
         roots = [
             F.pad(torch.zeros_like(like) if root is None else root, (0, padding)) for root in self._fold.roots.values()
@@ -52,10 +53,9 @@ class TreeSum:
         return roots[0][: len(like)] + 0.0
 
     def _close_until(self, virtual_worker: int) -> None:
-        for closed in range(self._open, virtual_worker):
-            self._fold.push(closed, self._leaf)
+        while self._open and self._open[0] < virtual_worker:
+            self._fold.push(self._open.pop(0), self._leaf)
             self._leaf = None
-        self._open = virtual_worker
 
 
 def added(one: Tensor | None, other: Tensor | None) -> Tensor | None:

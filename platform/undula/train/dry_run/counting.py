@@ -142,8 +142,8 @@ class CountingSession(LocalSession):
 
     def place(self, module: nn.Module) -> PlacedModel:
         """Place the module without the settings of activations and precision, which each step has of its own."""
-        if is_sharded(module):
-            raise UsageError("a model that fully_shard has sharded is not counted; count it without fully_shard")
+        if self.job.sharding.stage or is_sharded(module):
+            raise UsageError("a sharded model is not counted; count it with sharding.stage=0, without fully_shard()")
         if self._fakes is not None:
             self._stack.callback(_put_back, _make_fake(module, self._fakes))
         tensors = [*module.parameters(), *module.buffers()]

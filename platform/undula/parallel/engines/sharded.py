@@ -1,0 +1,160 @@
+"""Engine of models that torch's `fully_shard` has sharded. It is imported only for such a model, because the import is slow."""
+
+from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+
+from undula.errors import UsageError
+from undula.parallel.capabilities import SHARDED
+from undula.parallel.collectives import broadcast_from_rank_0
+from undula.parallel.engines.engine import Engine
+from undula.parallel.layout import Layout
+from undula.parallel.precision import dtype_of
+from undula.parallel.reduce.sharded import ShardedAccumulator
+from undula.parallel.sharding import problem_of_sharding, set_up_optimizer
+from undula.parallel.spec import EngineSettings
+from undula.parallel.units import units_of
+from undula.plan.plan import MicroBatch
+from undula.state.pieces import is_sharded, is_sharded_tensor
+
+
+class ShardedEngine(Engine):
+    """Engine of a module that gathers its parameters itself. The accumulator sums what the module would reduce.
+
+    Args:
+        layout: Layout of the worker group.
+        settings: Settings of the job.
+    """
+
+    capabilities = SHARDED
+
+    def __init__(self, layout: Layout, settings: EngineSettings):
+        super().__init__(layout, partial(ShardedAccumulator, layout=layout, virtual_workers=settings.virtual_workers))
+        self._sharding = settings.sharding
+        self._compute = dtype_of(settings.compute)
+        self._passes = 0
+        """Number of backward passes of the step that are to come."""
+
+    def place(self, module: nn.Module) -> nn.Module:
+        """Shard a module whose weights are those of rank 0, or accept a module that the script has sharded.
+
+        Raises:
+            UsageError: The module cannot be sharded, or is not sharded as a run needs it.
+        """
+        if is_sharded(module):
+            self._check_sharded(module)
+        else:
+            module = module.to(self.layout.device)
+            broadcast_from_rank_0(module, self.layout.everyone)
+            self._shard(module)
+        for part in _parts(module):
+            part.set_gradient_divide_factor(1.0)  # losses are weighted already, so gradients are summed
+            part.set_force_sum_reduction_for_comms(True)  # gloo cannot scale a sum
+            # Otherwise the places of gradients in the flat one would depend on which parameters a micro-batch uses.
+            part.set_reduce_scatter_unused_params(True)
+        self._attach(module)
+        return module
+
+    def _shard(self, module: nn.Module) -> None:
+        if problem := problem_of_sharding(module, self._sharding):
+            raise UsageError(problem)
+        mesh = DeviceMesh.from_group(self.layout.shards, self.layout.device.type)
+        # Outputs of units remain in 16 bits, so that the next unit need not convert them.
+        policy = partial(MixedPrecisionPolicy, self._gathered_in, torch.float32 if self._gathered_in else None)
+        for unit in units_of(module, self._sharding.units).values():
+            fully_shard(unit, mesh=mesh, reshard_after_forward=self._sharding.stage == 3, mp_policy=policy())
+        output = torch.float32 if self._gathered_in else None
+        fully_shard(module, mesh=mesh, reshard_after_forward=False, mp_policy=policy(output_dtype=output))
+
+    @property
+    def _gathered_in(self) -> torch.dtype | None:
+        """Dtype in which parameters are gathered; None for their own."""
+        return self._compute if self._sharding.gather == "compute" else None
+
+    def _check_sharded(self, module: nn.Module) -> None:
+        if not isinstance(module, FSDPModule):
+            raise UsageError(
+                "run.model() got a module that has sharded submodules but is not sharded itself; call fully_shard() on it as well"
+            )
+        shards: dict[str, Any] = dict(module.named_parameters())
+        if whole := [name for name, parameter in shards.items() if not is_sharded_tensor(parameter)]:
+            raise UsageError(
+                f"run.model() got a module whose parameter {whole[0]!r} is not sharded, so that its gradient would not be reduced; "
+                "call fully_shard() without ignored_params"
+            )
+        for name, shard in shards.items():
+            if shard.device_mesh.ndim != 1 or shard.device_mesh.size() != self.layout.world_size:
+                raise UsageError(
+                    f"run.model() got a module whose parameter {name!r} is not sharded over all workers, for example because a mesh of "
+                    "two dimensions replicates the shards; call fully_shard() without mesh, or set sharding.stage in the job's YAML "
+                    "instead"
+                )
+            if shard.device.type != self.layout.device.type:
+                raise UsageError(
+                    f"run.model() got a module whose parameter {name!r} is on {shard.device.type}, and the worker trains on "
+                    f"{self.layout.device.type}; call fully_shard() without offload_policy"
+                )
+        if self._sharding.gather == "compute":
+            raise UsageError(
+                "sharding.gather=compute has no effect on a module that the script has sharded; pass mp_policy to fully_shard(), or leave "
+                "the sharding to sharding.stage"
+            )
+        if _has_equal_shards(shards, self.layout):
+            raise UsageError(
+                "run.model() got a module of which each rank has drawn its shards like a model of its own, so that the weights depend on "
+                "the number of workers; initialize the module before fully_shard() instead of with to_empty(), or train on GPUs"
+            )
+
+    def compute_in(self, dtype: torch.dtype) -> None:
+        if self._gathered_in is None:
+            super().compute_in(dtype)
+
+    def prepare(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        """Accept an optimizer of the sharded parameters.
+
+        Raises:
+            UsageError: It has other parameters, or its results on shards may be others than on whole parameters.
+        """
+        is_chosen = self._sharding.stage > 0
+        self.has_same_bits = set_up_optimizer(optimizer, self.parameters, self.layout.device, is_chosen)
+        super().prepare(model, optimizer)
+
+    def reshard(self) -> None:
+        """Free gathered parameters. A forward pass without a backward pass, as in a validation, leaves them."""
+        for part in _parts(self.module):
+            part.reshard()
+
+    def begin_step(self, work: Sequence[MicroBatch]) -> None:
+        self.reshard()
+        super().begin_step(work)
+
+    def before_forward(self, is_last: bool) -> None:
+        """Keep the parameters gathered from one micro-batch to the next, if no worker has more to come and the stage allows it."""
+        super().before_forward(is_last)
+        if 0 < self._sharding.stage < 3:
+            for part in _parts(self.module):
+                part.set_reshard_after_backward(is_last, recurse=False)
+
+    def backward(self, loss: Tensor, weight: float, micro_batch: MicroBatch, is_last: bool) -> None:
+        super().backward(loss, weight, micro_batch, is_last)
+        assert isinstance(self._accumulator, ShardedAccumulator)
+        self._accumulator.after_backward()
+
+
+def _parts(module: nn.Module) -> Iterator[FSDPModule]:
+    return (part for part in module.modules() if isinstance(part, FSDPModule))
+
+
+def _has_equal_shards(shards: dict[str, Any], layout: Layout) -> bool:
+    """Return whether each parameter begins alike on all ranks, which draw from equal generators. Constant ones say nothing."""
+    begins = {name: shard.to_local().detach().flatten()[:8].tolist() for name, shard in shards.items()}
+    ranks: list[Any] = [None] * layout.world_size
+    dist.all_gather_object(ranks, begins, group=layout.control)
+    drawn = [name for name in begins if all(len(set(rank[name])) > 1 for rank in ranks)]
+    return layout.world_size > 1 and bool(drawn) and all(rank[name] == begins[name] for rank in ranks for name in drawn)

@@ -1,0 +1,216 @@
+"""Gradients of a sharded model. Torch's `fully_shard` concatenates them by unit, and they are added up here, along the tree of the plan."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from torch.utils.hooks import RemovableHandle
+
+from undula.errors import UsageError
+from undula.parallel.layout import Layout
+from undula.parallel.reduce.accumulator import Accumulator
+from undula.parallel.reduce.unit_sum import InterleavedUnitSum, UnitSum
+from undula.plan.plan import MicroBatch
+
+Place = tuple[nn.Module, str, nn.Parameter]
+"""Layer, name in the layer, and sharded parameter, in whose place the layer has a whole one while it is gathered."""
+
+
+@dataclass
+class Unit:
+    """Module that `fully_shard` gathers at once, and the sum of its gradients."""
+
+    module: FSDPModule
+    places: Sequence[Place]
+    """Parameters of the unit that require a gradient."""
+    sum: UnitSum
+    views: dict[nn.Parameter, Callable[[Tensor], Tensor]] = field(default_factory=dict)
+    """Functions that return the gradient of a parameter's shard as a view of a slice of the flat gradient."""
+
+    def find_views(self) -> None:
+        """Find out, after a backward pass, where torch has the gradient of each parameter in the slice."""
+        if len(self.views) < len(self.places):
+            for _, _, parameter in self.places:
+                if isinstance(parameter.grad, DTensor):
+                    shard = parameter.grad.to_local()
+                    place = (shard.shape, shard.stride(), int(shard.storage_offset()))
+                    self.views[parameter] = partial(_view, place=place)
+
+
+class ShardedAccumulator(Accumulator):
+    """Accumulator of a sharded model. After `finish`, each rank has its shard of the gradient of each parameter.
+
+    Args:
+        module: Module that `fully_shard` has sharded, with its parameters in shards.
+        layout: Layout of the worker group.
+        virtual_workers: Number of virtual workers of the plan.
+    """
+
+    def __init__(self, module: nn.Module, layout: Layout, virtual_workers: int):
+        super().__init__(module)
+        self._layout = layout
+        self._shares = layout.assignment(virtual_workers)
+        self._present: set[nn.Parameter] = set()
+        """Parameters of which a micro-batch with samples has computed a gradient on this rank."""
+        self._counts = False
+        make = InterleavedUnitSum if layout.interleaves and layout.num_cells > 1 else UnitSum
+        self._units = [Unit(part, places, make(layout, virtual_workers)) for part, places in _units_of(module)]
+        self._hooks: list[RemovableHandle] = []
+        self._whole: dict[Tensor, tuple[nn.Parameter, int]] = {}
+        """Sharded parameter of each whole one, and the number of changes that torch has counted of the whole one."""
+        for unit in self._units:
+            unit.module.set_custom_reduce_scatter(unit.sum)  # type: ignore[arg-type]
+            if layout.num_cells == 1:
+                unit.module.set_all_reduce_hook(unit.sum.take_alone)
+            assert isinstance(unit.module, nn.Module)
+            self._hooks.append(unit.module.register_forward_pre_hook(partial(self._watch, unit.places)))
+        self.open([])
+
+    def close(self) -> None:
+        """Remove the hooks from the parameters and modules."""
+        for hook in self._hooks:
+            hook.remove()
+        self._whole.clear()
+
+    def open(self, work: Sequence[MicroBatch]) -> None:
+        self._require_unchanged()
+        self._present.clear()
+        places = [self._place(micro_batch) for micro_batch in work]
+        self._passes = [(place, place != then) for place, then in zip(places, [*places[1:], None], strict=False)]
+        """Place of the virtual worker of each backward pass that is to come, and whether the pass is its last one."""
+        self._num_ended = 0
+        """Number of this rank's virtual workers whose leaves are ended."""
+        for unit in self._units:
+            unit.sum.begin_step()
+
+    def before_backward(self, micro_batch: MicroBatch, is_last: bool) -> None:
+        place, is_last_of_place = self._passes.pop(0)
+        self._end_leaves(place)
+        self._counts = micro_batch.samples > 0
+        self._free()
+        for unit in self._units:
+            unit.sum.begin_pass(self._counts, is_last_of_place)
+
+    def after_backward(self) -> None:
+        """Replace the gradients that torch has left, which count for nothing. A change by the script of those in their place is noticed."""
+        self._counts = False
+        self._require_unchanged()
+        for unit in self._units:
+            unit.find_views()
+        self._free()
+        for whole, (parameter, _) in self._whole.items():
+            parameter.grad = whole.grad = whole.new_zeros(()).expand_as(whole)
+
+    def _free(self) -> None:
+        for whole, (parameter, _) in self._whole.items():
+            parameter.grad = whole.grad = None
+
+    def _require_unchanged(self) -> None:
+        """Refuse changes of whole parameters, which are lost when these are freed.
+
+        Raises:
+            UsageError: The script has changed one.
+        """
+        for whole, (parameter, version) in self._whole.items():
+            if whole._version != version:
+                names = {
+                    place: f"{type(layer).__name__.removeprefix('FSDP')}.{name}"
+                    for unit in self._units
+                    for layer, name, place in unit.places
+                }
+                raise UsageError(
+                    f"the script, or the forward pass, changed the parameter {names[parameter]} while it was gathered, where changes of a "
+                    "sharded model are lost; change it after step.update(), or set sharding.stage=0"
+                )
+
+    def finish(self, samples: int) -> None:
+        self._end_leaves(max(map(len, self._shares)))
+        self._free()
+        present = self._present_anywhere()
+        for unit in self._units:
+            total = unit.sum.total()
+            for _, _, parameter in unit.places:
+                if total is not None and parameter in present:
+                    shard = unit.views[parameter](total.to(parameter.dtype))
+                    parameter.grad = _like(parameter, shard)
+
+    def _place(self, micro_batch: MicroBatch) -> int:
+        """Return which of its rank's virtual workers the one of a micro-batch is."""
+        return next(
+            share.index(micro_batch.virtual_worker) for share in self._shares if micro_batch.virtual_worker in share
+        )
+
+    def _end_leaves(self, stop: int) -> None:
+        for place in range(self._num_ended, stop):
+            for unit in self._units:
+                unit.sum.end_leaves(place)
+        self._num_ended = stop
+
+    def _watch(self, places: Sequence[Place], *_: object) -> None:
+        """Let the whole parameters of a unit, which is gathered, tell when they get a gradient. Torch makes zeros for the others."""
+        for layer, name, parameter in places:
+            whole = layer._parameters[name]
+            if whole is None or whole is parameter or whole in self._whole:
+                continue
+            if whole.requires_grad:
+                self._whole[whole] = parameter, whole._version
+                computed = partial(self._computed, parameter)
+                self._hooks.append(whole.register_post_accumulate_grad_hook(computed))  # type: ignore[no-untyped-call]
+
+    def _computed(self, parameter: nn.Parameter, whole: Tensor) -> None:
+        if self._counts:
+            self._present.add(parameter)
+
+    def _present_anywhere(self) -> set[nn.Parameter]:
+        """Return the parameters of which any rank has a gradient."""
+        if self._layout.num_cells == 1:
+            return self._present
+        own = [parameter in self._present for parameter in self.parameters]
+        flags = torch.tensor(own, dtype=torch.uint8, device="cpu")
+        dist.all_reduce(flags, dist.ReduceOp.MAX, group=self._layout.control)
+        return {parameter for parameter, flag in zip(self.parameters, flags.tolist(), strict=True) if flag}
+
+
+def _units_of(module: nn.Module) -> Iterator[tuple[FSDPModule, list[Place]]]:
+    """Yield each sharded module with its own trainable parameters, without those of sharded modules inside it."""
+    for part in module.modules():
+        if isinstance(part, FSDPModule):
+            assert isinstance(part, nn.Module)
+            yield (
+                part,
+                [
+                    (layer, name, parameter)
+                    for layer in _own_layers(part)
+                    for name, parameter in layer._parameters.items()
+                    if parameter is not None and parameter.requires_grad
+                ],
+            )
+
+
+def _own_layers(part: nn.Module) -> Iterator[nn.Module]:
+    yield part
+    for child in part.children():
+        if not isinstance(child, FSDPModule):
+            yield from _own_layers(child)
+
+
+def _view(flat: Tensor, place: tuple[Sequence[int], Sequence[int], int]) -> Tensor:
+    return flat.as_strided(*place)
+
+
+def _like(parameter: nn.Parameter, shard: Tensor) -> Tensor:
+    """Return a shard of a tensor that is distributed as a parameter is."""
+    assert isinstance(parameter, DTensor)
+    return DTensor.from_local(
+        shard,
+        parameter.device_mesh,
+        parameter.placements,
+        run_check=False,
+        shape=parameter.shape,
+        stride=parameter.stride(),
+    )

@@ -1,0 +1,191 @@
+"""Sum of the gradients of one unit of a sharded model, along the tree over the virtual workers.
+
+Torch's `fully_shard` concatenates the gradients of a unit after each backward pass of it. The classes of this module take this flat
+gradient, of shape [numel], in place of torch's reduce-scatter, whose order of terms depends on the number of ranks. The flat gradient has
+a slice for each rank, of shape [numel / ranks]. A *leaf* is the sum over the micro-batches of one virtual worker.
+"""
+
+from collections.abc import Sequence
+from itertools import chain
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from undula.errors import UsageError
+from undula.parallel.collectives import as_bytes
+from undula.parallel.layout import Layout
+from undula.plan.tree import Fold, combined
+
+
+class UnitSum:
+    """Sum of which each rank folds whole leaves, those of a contiguous range of virtual workers. Slices are sent once a step.
+
+    It has the methods of torch's `ReduceScatter`.
+
+    Args:
+        layout: Layout of the worker group.
+        virtual_workers: Number of virtual workers of the plan.
+    """
+
+    def __init__(self, layout: Layout, virtual_workers: int):
+        self._all = (0, virtual_workers)
+        self._layout = layout
+        self._shares = layout.assignment(virtual_workers)
+        self._roots = layout.roots(virtual_workers)
+        self.begin_step()
+
+    def begin_step(self) -> None:
+        self._fold = Fold[Tensor | None](self._all[1], _summed)
+        self._leaf: Tensor | None = None
+        self._zeros: Tensor | None = None
+        """Zeros of the shape of what is folded; None if the unit has not run in this step."""
+        self._counts = self._is_last = False
+
+    def begin_pass(self, counts: bool, is_last: bool) -> None:
+        """Prepare a backward pass.
+
+        Args:
+            counts: Whether the micro-batch has samples, so that its gradient is part of the sum.
+            is_last: Whether it is the last pass in which the ranks run their present virtual workers.
+        """
+        self._counts, self._is_last = counts, is_last
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: object, op: object, async_op: bool = False
+    ) -> None:
+        """Take the flat gradient of a backward pass. What torch takes for its sum becomes zero."""
+        output_tensor.zero_()
+        self._take(input_tensor)
+
+    def take_alone(self, flat: Tensor) -> None:
+        """Take the flat gradient on a single rank, for which torch calls no reduce-scatter."""
+        own = flat.clone()
+        flat.zero_()
+        self._take(own)
+
+    def _take(self, flat: Tensor) -> None:
+        self._zeros = flat.new_zeros(()).expand_as(flat)
+        self._add_to_leaf(flat)
+
+    def _add_to_leaf(self, flat: Tensor) -> None:
+        if self._counts:
+            self._leaf = flat if self._leaf is None else self._leaf.add_(flat)
+
+    def end_leaves(self, place: int) -> None:
+        """End the leaves of the ranks' virtual workers number `place`. Those without samples are zero."""
+        own = self._shares[self._layout.cell]
+        if place < len(own):
+            self._fold.push(own[place], self._leaf)
+        self._leaf = None
+
+    def total(self) -> Tensor | None:
+        """Return this rank's slice of the sum; None if the unit has not run in this step. All ranks must call this."""
+        if self._zeros is None:
+            return None
+        own = [self._zeros if root is None else root for root in self._fold.roots.values()]
+        rows = exchanged(own, list(map(len, self._roots)), self._zeros, self._layout.shards)
+        known = dict(zip(chain.from_iterable(self._roots), rows, strict=True))
+        return combined(self._all, known, Tensor.add) + 0.0  # the sign of a zero depends on where a term is missing
+
+
+class InterleavedUnitSum(UnitSum):
+    """Sum of which each rank folds its slice of all leaves. Ranks take the virtual workers in turn, and send slices after each turn.
+
+    Beside the flat gradient, a rank holds 1 + log2(virtual workers) slices if a virtual worker has one micro-batch.
+    """
+
+    _passes_of_unit: int | None = None
+    """Number of times that a backward pass comes to this unit; None before the first one has ended."""
+
+    def begin_step(self) -> None:
+        super().begin_step()
+        self._received: Tensor | None = None
+        """Slices of the leaves that are open, of all ranks that have one; shape [leaves, numel / ranks]."""
+        self._place = 0
+        """Number of the ranks' virtual workers whose leaves are ended."""
+        self._passes = 0
+        self._owes: Tensor | None = None
+        """Zeros of the shape of the flat gradient, if the unit has run since the ranks last sent slices of it."""
+
+    def begin_pass(self, counts: bool, is_last: bool) -> None:
+        if self._passes:
+            self._passes_of_unit = max(self._passes, self._passes_of_unit or 0)
+        self._passes = 0
+        super().begin_pass(counts, is_last)
+
+    def _take(self, flat: Tensor) -> None:
+        self._zeros = flat.new_zeros(()).expand(len(flat) // self._layout.num_cells)
+        self._owes = flat.new_zeros(()).expand_as(flat)
+        self._add_to_leaf(flat)
+        self._passes += 1
+        if not self._is_last:
+            return
+        if self._passes > (self._passes_of_unit or self._passes):
+            raise UsageError(
+                "a backward pass came to a unit of the sharded model more often than in the passes before; name units that run equally "
+                "often in each batch in sharding.units, or set sharding.stage=1"
+            )
+        self._send(self._owes)
+        if self._passes == self._passes_of_unit:
+            self._fold_received(self._place)
+
+    def _send(self, zeros: Tensor) -> None:
+        """Send slices of this rank's leaf to the others, and add theirs to those that are open."""
+        leaf, self._leaf, self._owes = self._leaf, None, None
+        counts = [int(self._place < len(share)) for share in self._shares]
+        own = [zeros.contiguous() if leaf is None else leaf] if counts[self._layout.cell] else []
+        received = torch.stack(exchanged(own, counts, zeros, self._layout.shards))
+        self._received = received if self._received is None else self._received.add_(received)
+
+    def end_leaves(self, place: int) -> None:
+        if self._place == place:
+            if self._owes is not None:  # the unit has run, but not in the last pass
+                self._send(self._owes)
+            self._fold_received(place)
+
+    def _fold_received(self, place: int) -> None:
+        here = [share[place] for share in self._shares if place < len(share)]
+        received = [None] * len(here) if self._received is None else self._received
+        self._received, self._place = None, place + 1
+        for virtual_worker, leaf in zip(here, received, strict=True):
+            # A view would keep the slices of all ranks in memory.
+            self._fold.push(virtual_worker, None if leaf is None else leaf.clone())
+
+    def total(self) -> Tensor | None:
+        if self._zeros is None:
+            return None
+        (total,) = self._fold.roots.values()
+        return (self._zeros if total is None else total) + 0.0
+
+
+def exchanged(own: Sequence[Tensor], counts: Sequence[int], like: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
+    """Return this rank's slice of the tensors of all ranks, in the order of the ranks. All ranks must call this.
+
+    Args:
+        own: Tensors of this rank.
+        counts: Number of tensors of each rank.
+        like: Tensor of the same shape [numel], dtype and device.
+        group: Process group of the ranks.
+    """
+    ranks = len(counts)
+    if ranks == 1:
+        return list(own)
+    length = len(like) // ranks
+    slices = [tensor.view(ranks, 1, length) for tensor in own]
+    sent = torch.cat(slices, dim=1) if len(slices) > 1 else slices[0].contiguous() if slices else like.new_empty(0)
+    received = like.new_empty(sum(counts), length)
+    size = length * like.itemsize
+    # Sent as bytes, because gloo does not send some dtypes.
+    dist.all_to_all_single(
+        as_bytes(received), as_bytes(sent), [count * size for count in counts], [len(own) * size] * ranks, group=group
+    )
+    return list(received)
+
+
+def _summed(left: Tensor | None, right: Tensor | None) -> Tensor | None:
+    """Add the sum of a subtree to that of its sibling, in place. None counts as zero."""
+    return (right if left is None else left) if left is None or right is None else left.add_(right)

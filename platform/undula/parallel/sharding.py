@@ -1,0 +1,124 @@
+"""Models and optimizers that can be sharded with the results of unsharded ones."""
+
+from collections.abc import Mapping
+
+import torch
+from torch import nn
+from torch.optim import ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, Optimizer, RAdam, RMSprop
+
+from undula.errors import UsageError
+from undula.parallel.spec import ShardingSpec
+from undula.parallel.units import problem_of_units, units_of
+
+_COMPARED = {SGD, Adam, AdamW, RMSprop, Adagrad, NAdam, RAdam, Adamax, Adadelta, ASGD}
+"""Optimizers of torch whose results on shards are those on whole parameters, as tests show."""
+_OTHER_BITS_IN_LISTS = {NAdam, RAdam, ASGD}
+"""Optimizers whose results with foreach=True, which processes lists of tensors, are others than without."""
+_OWN = ("undula.optim.lamb.Lamb", "undula.optim.lars.LARS")
+
+
+def problem_of_sharding(module: nn.Module, spec: ShardingSpec) -> str | None:
+    """Return the reason why `fully_shard` cannot shard a module as a job's settings say, as a sentence; None if it can."""
+    key = f"sharding.stage={spec.stage}"
+    if spec.units != "auto" and (problem := problem_of_units(module, spec.units, "sharding.units")):
+        return problem
+    units = units_of(module, spec.units)
+    for name, part in {**units, "": module}.items():
+        if isinstance(part, nn.ModuleList | nn.ModuleDict):
+            return (
+                f"{key} cannot shard {name or 'the model'}, a {type(part).__name__}, which has no forward pass in which its parameters "
+                "could be gathered; make it a module that calls its parts in forward(), or set sharding.stage=0"
+            )
+    for name, parameter in module.named_parameters():
+        if parameter.dim() == 0:
+            return f"{key} cannot shard the parameter {name!r}, which has no dimension; give it the shape [1], or set sharding.stage=0"
+        if not parameter.numel():
+            return (
+                f"{key} cannot shard the parameter {name!r}, which has no elements; remove it, or set sharding.stage=0"
+            )
+        if not parameter.is_contiguous():
+            return (
+                f"{key} cannot shard the parameter {name!r}, whose memory is not contiguous, as after model.to(memory_format="
+                "torch.channels_last); remove that call, or set sharding.stage=0"
+            )
+    return _problem_of_shared_weights(module, units, key) or _problem_of_dtypes(module, units, key)
+
+
+def _problem_of_shared_weights(module: nn.Module, units: Mapping[str, nn.Module], key: str) -> str | None:
+    owners: dict[nn.Parameter, str] = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        unit = _unit_of(name, units)
+        if owners.setdefault(parameter, unit) != unit:
+            others = [each or "the rest of the model" for each in (owners[parameter], unit)]
+            return (
+                f"{key} cannot shard the weight {name!r}, which {others[0]} and {others[1]} share; name units in sharding.units that "
+                "do not share weights, or set sharding.stage=0"
+            )
+    return None
+
+
+def _problem_of_dtypes(module: nn.Module, units: Mapping[str, nn.Module], key: str) -> str | None:
+    dtypes: dict[str, tuple[str, torch.dtype]] = {}
+    for name, parameter in module.named_parameters():
+        if parameter.requires_grad:
+            unit = _unit_of(name, units)
+            first, dtype = dtypes.setdefault(unit, (name, parameter.dtype))
+            if dtype != parameter.dtype:
+                return (
+                    f"{key} cannot shard {unit or 'the part of the model outside of units'}, whose parameters {first!r} and {name!r} have "
+                    f"the dtypes {_text(dtype)} and {_text(parameter.dtype)}; give both one dtype, or set sharding.stage=0"
+                )
+    return None
+
+
+def _unit_of(parameter: str, units: Mapping[str, nn.Module]) -> str:
+    """Return the name of the unit of a parameter; empty for the rest of the model."""
+    return next((unit for unit in units if parameter.startswith(f"{unit}.")), "")
+
+
+def _text(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def set_up_optimizer(
+    optimizer: Optimizer, parameters: list[nn.Parameter], device: torch.device, is_chosen: bool
+) -> bool:
+    """Check an optimizer of a sharded model, and let it compute as that of an unsharded model does.
+
+    Args:
+        optimizer: The optimizer.
+        parameters: Sharded parameters of the model.
+        device: Device of the model.
+        is_chosen: Whether the job's settings have sharded the model, and not the script.
+
+    Returns:
+        Whether its results on shards are those on whole parameters, as far as is known.
+
+    Raises:
+        UsageError: The optimizer has other parameters, or the job's settings shard the model and its results may be others.
+    """
+    known = set(parameters)
+    if any(parameter not in known for group in optimizer.param_groups for parameter in group["params"]):
+        raise UsageError(
+            "run.optimizer() got an optimizer of parameters that the sharded model does not have, because run.model() has replaced them; "
+            "make the optimizer from the parameters of the model that run.model() returns"
+        )
+    kind = type(optimizer)
+    if kind not in _COMPARED and f"{kind.__module__}.{kind.__name__}" not in _OWN:
+        if is_chosen:
+            names = ", ".join(sorted(each.__name__ for each in _COMPARED))
+            raise UsageError(
+                f"sharding.stage cannot be combined with the optimizer {kind.__name__}, whose results on shards were not compared with "
+                f"those on whole parameters; use {names}, or LAMB or LARS of undula.optim, or set sharding.stage=0"
+            )
+        return False
+    for group in optimizer.param_groups:
+        if group.get("fused") and is_chosen:
+            raise UsageError(
+                f"sharding.stage cannot be combined with {kind.__name__}(fused=True), whose results on shards are others than those on "
+                'whole parameters; remove fused=True, or set optim="adamw_torch" for the Trainer of Hugging Face'
+            )
+        # For whole parameters on a GPU, torch chooses lists by itself, and for shards never.
+        if "foreach" in group and group["foreach"] is None and not group.get("fused"):
+            group["foreach"] = device.type != "cpu" or kind not in _OTHER_BITS_IN_LISTS
+    return not any(group.get("fused") for group in optimizer.param_groups)

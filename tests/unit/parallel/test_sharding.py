@@ -1,0 +1,264 @@
+"""Tests of models that the platform shards: they have the bits of whole models at any number of ranks, or are refused."""
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from ranks import on_ranks
+from torch import Tensor, nn
+
+from undula.errors import UsageError
+from undula.parallel.engines.engine import Engine
+from undula.parallel.engines.select import make_engine
+from undula.parallel.layout import Layout, join_layout
+from undula.parallel.sharding import problem_of_sharding
+from undula.parallel.spec import EngineSettings, ShardingSpec
+from undula.plan.plan import Plan, PlanSpec
+from undula.state.pieces import is_sharded_tensor
+
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "SGD": partial(torch.optim.SGD, lr=0.1, momentum=0.9, weight_decay=0.01),
+    "Adam": partial(torch.optim.Adam, lr=0.01),
+    "AdamW": partial(torch.optim.AdamW, lr=0.01),
+    "RMSprop": partial(torch.optim.RMSprop, lr=0.01, momentum=0.5),
+    "Adagrad": partial(torch.optim.Adagrad, lr=0.1),
+    "NAdam": partial(torch.optim.NAdam, lr=0.01),
+    "RAdam": partial(torch.optim.RAdam, lr=0.01),
+    "Adamax": partial(torch.optim.Adamax, lr=0.01),
+    "Adadelta": torch.optim.Adadelta,
+    "ASGD": partial(torch.optim.ASGD, lr=0.1),
+}
+STEPS = 5
+
+
+class Block(nn.Module):
+    """Block of odd sizes, with a parameter of its own before those of its layers, a layer that some batches use, and one that none uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(10, 31), nn.Tanh(), nn.Linear(31, 10))
+        self.scale = nn.Parameter(torch.full((10,), 0.5))
+        self.sometimes, self.never = nn.Linear(10, 10), nn.Linear(3, 2)
+        self.norm = nn.LayerNorm(10)
+
+    def forward(self, x: Tensor, uses: bool) -> Tensor:
+        y = x + self.scale * self.inner(self.norm(x))
+        return y + self.sometimes(x) if uses else y
+
+
+class Tied(nn.Module):
+    """Model of two blocks, with an embedding that is tied to its output layer, a layer that runs twice, and a frozen one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.twice = nn.Embedding(13, 10), nn.Linear(10, 10)
+        self.blocks = nn.ModuleList(Block() for _ in range(2))
+        self.frozen = nn.Linear(10, 10).requires_grad_(False)
+        self.output = nn.Linear(10, 13, bias=False)
+        self.output.weight = self.embedding.weight
+
+    def forward(self, x: Tensor, uses: bool) -> Tensor:
+        y = self.twice(self.embedding(x))
+        for block in self.blocks:
+            y = block(y, uses)
+        return self.output(self.twice(self.frozen(y)))  # type: ignore[no-any-return]
+
+
+def loss_of(model: nn.Module, step: int, virtual_worker: int, number: int) -> Tensor:
+    generator = torch.Generator().manual_seed(step * 1000 + virtual_worker * 10 + number)
+    x = torch.randint(13, (3, 6), generator=generator)
+    outputs = model(x[:, :-1], uses=(step + virtual_worker) % 3 == 0 and step != 2)
+    return F.cross_entropy(outputs.flatten(0, 1), x[:, 1:].flatten())
+
+
+def placed(rank: int, world_size: int, virtual_workers: int, sharding: ShardingSpec) -> Engine:
+    torch.manual_seed(0)
+    layout = join_layout(rank, world_size, torch.device("cpu"))
+    layout = replace(layout, interleaves=sharding.interleaves)
+    module = Tied()
+    engine = make_engine(module, layout, EngineSettings(virtual_workers, sharding=sharding))
+    engine.place(module)
+    return engine
+
+
+def run_step(engine: Engine, plan: Plan, step: int, max_norm: float | None = None) -> float:
+    """Leave the gradient of a step in the parameters, and return its norm."""
+    layout, steps = engine.layout, range(step, step + 1)
+    shares = layout.assignment(plan.spec.virtual_workers)
+    work = (
+        plan.aligned_work(steps, shares, layout.cell)
+        if engine.capabilities.equal_rounds
+        else plan.work(steps, shares[layout.cell])
+    )
+    samples = plan.step(step).samples
+    engine.begin_step(work)
+    for place, micro_batch in enumerate(work):
+        is_last = place == len(work) - 1
+        engine.before_forward(is_last)
+        loss = loss_of(engine.module, step, micro_batch.virtual_worker, micro_batch.number)
+        if not micro_batch.samples:
+            loss = loss * torch.nan
+        engine.backward(loss, micro_batch.samples / samples, micro_batch, is_last)
+    norm, _ = engine.finish_gradients(samples, max_norm=max_norm)
+    return norm.item()
+
+
+def plan_of(virtual_workers: int) -> Plan:
+    """Return a plan whose virtual workers have two micro-batches, and whose third step is short."""
+    return Plan(
+        PlanSpec(global_batch=2 * virtual_workers, virtual_workers=virtual_workers, micro_batch=1, epochs=9),
+        5 * virtual_workers + 3,
+    )
+
+
+def whole(tensor: Any) -> Any:
+    return None if tensor is None else (tensor.full_tensor() if is_sharded_tensor(tensor) else tensor).tolist()
+
+
+def _trained(rank: int, world_size: int, virtual_workers: int, sharding: ShardingSpec, names: Sequence[str]) -> Any:
+    """Return norms, gradients, weights and states of each step, by optimizer."""
+    found: dict[str, list[Any]] = {}
+    for name in names:
+        engine = placed(rank, world_size, virtual_workers, sharding)
+        plan, optimizer = plan_of(virtual_workers), OPTIMIZERS[name](engine.module.parameters())
+        engine.prepare(engine.module, optimizer)
+        for step in range(STEPS):
+            norm = run_step(engine, plan, step, max_norm=0.5)
+            gradients = [whole(parameter.grad) for parameter in engine.parameters]
+            engine.step()
+            states = [
+                [whole(value) for value in optimizer.state[each].values() if isinstance(value, Tensor)]
+                for each in engine.parameters
+            ]
+            found.setdefault(name, []).append((norm, gradients, [*map(whole, engine.parameters)], states))
+        engine.close()
+    return found
+
+
+@pytest.mark.parametrize(
+    ("virtual_workers", "world_size", "stage"),
+    [(4, 1, 3), (4, 2, 1), (4, 2, 2), (4, 3, 3), (6, 2, 3), (6, 4, 1), (6, 4, 2)],
+)
+def test_gradients_weights_and_states_have_the_bits_of_the_whole_model(
+    virtual_workers: int, world_size: int, stage: int
+) -> None:
+    (expected,) = on_ranks(1, _trained, virtual_workers, ShardingSpec(), ["AdamW"])
+    assert any(None in gradients for _, gradients, *_ in expected["AdamW"]), "each parameter got a gradient"
+    for found in on_ranks(world_size, _trained, virtual_workers, ShardingSpec(stage), ["AdamW"]):
+        assert found == expected
+
+
+def test_each_accepted_optimizer_has_the_results_on_shards_that_it_has_on_whole_parameters() -> None:
+    (expected,) = on_ranks(1, _trained, 2, ShardingSpec(), list(OPTIMIZERS))
+    for found in on_ranks(2, _trained, 2, ShardingSpec(3), list(OPTIMIZERS)):
+        for name in OPTIMIZERS:
+            assert found[name] == expected[name], name
+
+
+def _refusals(rank: int, world_size: int) -> None:
+    for make, message in (
+        (partial(torch.optim.AdamW, fused=True), r"AdamW\(fused=True\), whose results on shards are others"),
+        (partial(torch.optim.Rprop, lr=0.1), r"cannot be combined with the optimizer Rprop, whose results"),
+    ):
+        engine = placed(rank, world_size, 2, ShardingSpec(3))
+        with pytest.raises(UsageError, match=message):
+            engine.prepare(engine.module, make(engine.module.parameters()))
+    before = Tied()
+    optimizer = torch.optim.SGD(before.parameters(), lr=0.1)
+    layout = join_layout(rank, world_size, torch.device("cpu"))
+    engine = make_engine(before, layout, EngineSettings(2, sharding=ShardingSpec(1)))
+    engine.place(before)
+    with pytest.raises(UsageError, match=r"make the optimizer from the parameters of the model that run\.model"):
+        engine.prepare(before, optimizer)
+
+
+def test_optimizers_with_other_results_are_refused() -> None:
+    on_ranks(1, _refusals)
+
+
+class _Scalar(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(()))
+
+
+def _sharing() -> nn.Module:
+    blocks = nn.Sequential(*(nn.Linear(4, 4) for _ in range(3)))
+    blocks[2].weight = blocks[0].weight
+    return blocks
+
+
+@pytest.mark.parametrize(
+    ("module", "spec", "message"),
+    [
+        (_Scalar(), ShardingSpec(3), r"the parameter 'scale', which has no dimension; give it the shape \[1\]"),
+        (nn.Linear(0, 2), ShardingSpec(2), "'weight', which has no elements"),
+        (nn.ModuleList([nn.Linear(2, 2)]), ShardingSpec(3), "the model, a ModuleList, which has no forward pass"),
+        (nn.Conv2d(4, 4, 3).to(memory_format=torch.channels_last), ShardingSpec(1), "'weight', whose memory is not"),
+        (_sharing(), ShardingSpec(2), r"the weight '2\.weight', which 0 and 2 share"),
+        (nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2).double()), ShardingSpec(3, ("x",)), r"sharding\.units has 'x'"),
+        (nn.Sequential(nn.Linear(2, 2), nn.Tanh(), nn.Linear(2, 2).double()), ShardingSpec(3), "float32 and float64"),
+    ],
+)
+def test_a_model_that_cannot_be_sharded_is_refused_with_the_reason(
+    module: nn.Module, spec: ShardingSpec, message: str
+) -> None:
+    problem = problem_of_sharding(module, spec)
+    assert problem is not None
+    assert re.search(message, problem)
+
+
+def _held(rank: int, world_size: int, stage: int) -> list[int]:
+    """Return the bytes of the parameters between steps, after a validation, and the number of elements sent for gradients."""
+    engine = placed(rank, world_size, 4, ShardingSpec(stage))  # type: ignore[arg-type]
+    with torch.no_grad():
+        loss_of(engine.module, 0, 0, 0)
+    engine.reshard()
+    assert all(map(is_sharded_tensor, engine.module.parameters()))
+    return [sum(parameter.to_local().nbytes for parameter in engine.module.parameters())]  # type: ignore[operator]
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_each_rank_holds_its_part_of_the_parameters_after_a_validation(stage: int) -> None:
+    every = [parameter.nbytes for parameter in Tied().parameters()]
+    rows = sum(parameter.nbytes // len(parameter) for parameter in Tied().parameters())
+    for (held,) in on_ranks(2, _held, stage):
+        assert sum(every) / 2 - rows <= held <= sum(every) / 2 + rows
+
+
+def _sent(rank: int, world_size: int, virtual_workers: int, stage: int) -> float:
+    """Return the elements that this rank sends for gradients in a step, as a multiple of the gradient."""
+    engine = placed(rank, world_size, virtual_workers, ShardingSpec(stage))  # type: ignore[arg-type]
+    engine.prepare(engine.module, torch.optim.SGD(engine.module.parameters(), lr=0.1))
+    sent, original = 0, dist.all_to_all_single
+
+    def counting(output: Tensor, source: Tensor, received: list[int], sizes: list[int], group: Any) -> None:
+        nonlocal sent
+        sent += sum(size for other, size in enumerate(sizes) if other != rank)
+        original(output, source, received, sizes, group=group)
+
+    plan = Plan(PlanSpec(global_batch=virtual_workers, virtual_workers=virtual_workers, epochs=9), 99)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "all_to_all_single", counting)
+        run_step(engine, plan, 0)
+    padded = [-(-len(each) // world_size) * world_size * (each.numel() // len(each)) for each in engine.trainable]
+    return sent / (4 * sum(padded))
+
+
+@pytest.mark.parametrize(("virtual_workers", "world_size"), [(4, 2), (6, 4), (6, 3)])
+def test_gradients_send_what_the_docs_say(virtual_workers: int, world_size: int) -> None:
+    of_slices = (world_size - 1) / world_size
+    interleaved = [len(range(rank, virtual_workers, world_size)) for rank in range(world_size)]
+    for stage in (2, 3):
+        assert on_ranks(world_size, _sent, virtual_workers, stage) == pytest.approx(
+            [n * of_slices for n in interleaved]
+        )
+    layout = Layout(0, world_size, 0, torch.device("cpu"), *[None] * 3)  # type: ignore[arg-type]
+    roots = [len(each) for each in layout.roots(virtual_workers)]
+    assert on_ranks(world_size, _sent, virtual_workers, 1) == pytest.approx([n * of_slices for n in roots])
