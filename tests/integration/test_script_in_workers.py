@@ -17,6 +17,7 @@ CALLS = []
 SCALE = 1.0
 """
 SCRIPT = """
+import logging
 import os
 import signal
 import sys
@@ -30,6 +31,7 @@ import torch.nn.functional as F
 import undula
 from torch import nn
 
+logging.basicConfig(format="the script says: %(message)s", level=logging.INFO)
 torch.set_default_dtype(torch.float64)
 torch.set_float32_matmul_precision("medium")
 torch.backends.cudnn.benchmark = True
@@ -104,6 +106,7 @@ def train(run):
             assert isinstance(batch, Batch)
             step.backward(model(batch.x).square().mean() * helper.SCALE)
         step.update()
+        logging.info("step %d is done", step.index)
         pairs = run.gather(Pair(run.rank, step.index))
         assert all(isinstance(pair, Pair) for pair in pairs), pairs
         if step.index == 3 and run.rank == run.world_size - 1 and not (folder / "killed").exists():
@@ -141,6 +144,7 @@ def test_the_top_level_of_a_script_holds_in_every_worker_and_group(cluster: Loca
     done = run_script(cluster, tmp_path / "two", "workers.min=2")
     assert done.returncode == 0, done.stdout + done.stderr
     assert (tmp_path / "two" / "killed").exists()
+    assert {index for index in range(10) if f"the script says: step {index} is done" in done.stdout} == set(range(10))
     first, *others = (tmp_path / "two" / "facts").read_text().splitlines()
     assert first == str(
         [

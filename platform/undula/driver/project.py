@@ -2,9 +2,11 @@
 
 import ast
 import os
+import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from importlib.metadata import packages_distributions, requires
 from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -12,6 +14,8 @@ from types import MappingProxyType
 
 from undula.errors import SpecError
 
+_NAME = re.compile(r"undula\b", re.IGNORECASE)
+"""Beginning of the requirement of a distribution that requires this package."""
 ROOT_MARKS = ("pyproject.toml", "setup.py", "setup.cfg", ".git")
 """Names of which one lies in the root of a project."""
 
@@ -34,18 +38,52 @@ def project_modules(script: Path, root: Path | None = None) -> list[Path]:
             f"command line: --project {root} is no folder; give the one in which the packages of the script lie"
         )
     folder = script.parent
-    marked = (place for place in script.parents if any((place / mark).exists() for mark in ROOT_MARKS))
+    marked = filter(_is_root, script.parents)
     root = root.absolute() if root else next(marked, folder)
     if root == folder and not (root / "src").is_dir():
         return []
-    modules: dict[str, Path | None] = {}
-    unread = [script]
-    while unread:
-        for name in set(_imports(unread.pop())) - modules.keys() - sys.stdlib_module_names:
-            modules[name] = found = _module(folder, name) or _in_project(name, root)
-            if found:
-                unread += found.rglob("*.py") if found.is_dir() else [found]
+    modules, _ = _imported(script, root)
     return sorted(found for found in modules.values() if found and found.parent != folder)
+
+
+def problem_of_entry(script: Path) -> str | None:
+    """Return the reason why a script can start no run, as a sentence; None if it may start one.
+
+    It can start none if neither it, nor a module of its folder or its project that it imports, names `undula`, and what else it imports
+    is installed and does not require `undula`.
+    """
+    modules, files = _imported(script, next(filter(_is_root, script.parents), script.parent))
+    if any(b"undula" in file.read_bytes() for file in files if file.is_file()):
+        return None
+    distributions = packages_distributions()
+    for name in (name for name, found in modules.items() if found is None):
+        owners = distributions.get(name)
+        if not owners or any(_NAME.match(each) for owner in owners for each in requires(owner) or ()):
+            return None
+    return (
+        f"{script.name} does not use undula, so that it would train without a run; end it with undula.main(train), or with launch(main) of "
+        "undula.adapters.transformers, undula.adapters.accelerate or undula.adapters.lightning (docs/migrate.md)"
+    )
+
+
+def _imported(script: Path, root: Path) -> tuple[dict[str, Path | None], list[Path]]:
+    """Return what a script and its own modules import, by name, without the standard library; None for what is not their own.
+
+    Returns:
+        Modules and packages, and all files that were read.
+    """
+    modules: dict[str, Path | None] = {}
+    files = [script]
+    for file in files:  # which grows on the way
+        for name in set(_imports(file)) - modules.keys() - sys.stdlib_module_names:
+            modules[name] = found = _module(script.parent, name) or _in_project(name, root)
+            if found:
+                files += found.rglob("*.py") if found.is_dir() else [found]
+    return modules, files
+
+
+def _is_root(folder: Path) -> bool:
+    return any((folder / mark).exists() for mark in ROOT_MARKS)
 
 
 @contextmanager

@@ -6,6 +6,7 @@ import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 
 import psutil
 import ray
@@ -27,7 +28,7 @@ from undula.recovery.progress import COMPILE_S, LEFT
 from undula.recovery.replica import ReplicaClient
 from undula.recovery.worker_state import LeaveGroup, WorkerState
 from undula.storage import waits_reported_to
-from undula.telemetry.hub import output_to_driver
+from undula.telemetry.hub import logging_of_script, output_to_driver
 from undula.telemetry.messages import Publisher
 from undula.telemetry.waits import WaitPublisher
 from undula.train.dry_run.rehearsal import rehearse
@@ -62,7 +63,7 @@ class JobWorker:
     @property
     def execute_script(self) -> Callable[[], None] | None:
         """Function that executes the script for the next group; None if the train function does not come from a file."""
-        return self.train.make_ready if isinstance(self.train, ScriptFile) else None
+        return partial(_execute, self.train) if isinstance(self.train, ScriptFile) else None
 
     def __call__(self) -> None:
         context = ray.train.get_context()
@@ -111,6 +112,11 @@ class JobWorker:
                 raise UsageError(
                     f"the script ended rank {run.rank} with sys.exit({end.code!r}); raise an exception that says why"
                 ) from None
+
+
+def _execute(script: ScriptFile) -> None:
+    with logging_of_script():
+        script.make_ready()
 
 
 def prepare_worker(job: Job, publish: Publisher) -> None:

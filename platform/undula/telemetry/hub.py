@@ -152,11 +152,29 @@ class _Tee:
 _tees = {"stdout": _Tee(), "stderr": _Tee()}
 
 
-def _without_handlers_of_ray() -> None:
-    """Leave the root logger to the script: with Ray's handlers and level there, `logging.basicConfig` would do nothing."""
+_of_script: tuple[list[logging.Handler], int] = [], logging.WARNING
+"""Handlers and level that the script has given to the root logger."""
+
+
+@contextmanager
+def logging_of_script() -> Iterator[None]:
+    """Let the script configure the root logger in a block, and keep what it has configured for `output_to_driver`."""
+    global _of_script
+    with output_to_driver(lambda message: None, 0):
+        yield
+    _of_script = [*logging.root.handlers], logging.root.level
+
+
+def _leave_root_logger_to_script() -> None:
+    """Undo what Ray does to the root logger when a group starts: it replaces its handlers, and with handlers there,
+    `logging.basicConfig` does nothing.
+    """
+    handlers, level = _of_script
     for handler in [each for each in logging.root.handlers if type(each).__module__.partition(".")[0] == "ray"]:
         logging.root.removeHandler(handler)
-        logging.root.setLevel(logging.WARNING)
+        logging.root.setLevel(level)
+    for handler in handlers:
+        logging.root.addHandler(handler)
 
 
 @contextmanager
@@ -167,7 +185,7 @@ def output_to_driver(publish: Publisher, rank: int) -> Iterator[None]:
         publish: Callback that receives the lines.
         rank: Rank of this process.
     """
-    _without_handlers_of_ray()
+    _leave_root_logger_to_script()
     for name, tee in _tees.items():
         tee.begin(getattr(sys, name), publish, rank)
         setattr(sys, name, tee)

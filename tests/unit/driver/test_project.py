@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from undula.driver.project import project_modules
+from undula.driver.project import problem_of_entry, project_modules
 from undula.errors import SpecError
 
 
@@ -85,3 +85,24 @@ def test_a_script_finds_the_packages_of_its_project_also_without_a_cluster(optio
     command = [undula, "run", str(tmp_path / "jobs" / "job.yaml"), "--project", str(tmp_path / "lib"), option]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
     assert (done.returncode, "COUNT 5\n" in done.stdout) == (0, True), done.stdout + done.stderr
+
+
+@pytest.mark.parametrize(
+    ("imports", "is_refused"),
+    [
+        ("import torch, argparse, beside", True),
+        ("import torch, nowhere", False),
+        ("import mylib", False),
+        ("import undula", False),
+        ("import importlib\nimportlib.import_module('undula')", False),
+    ],
+)
+def test_a_script_that_cannot_start_a_run_is_refused(project: Path, imports: str, is_refused: bool) -> None:
+    """A module that is not installed here may be on the cluster, and may use undula."""
+    (project / "mylib" / "models.py").write_text("import undula")
+    (project / "jobs" / "train.py").write_text(imports)
+    problem = problem_of_entry(project / "jobs" / "train.py")
+    assert (problem is not None) == is_refused
+    assert problem is None or problem.startswith(
+        "train.py does not use undula, so that it would train without a run; end"
+    )

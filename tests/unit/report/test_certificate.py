@@ -1,5 +1,6 @@
 """Tests of the certificate: it holds for a run that follows its plan, and names the first difference otherwise."""
 
+import math
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,7 +17,7 @@ from undula.plan.keys import multiset_digest
 from undula.plan.plan import Plan, PlanSpec
 from undula.report.data.certificate import certify, data_of
 from undula.report.data.run_record import JobRecord, RecordedRun
-from undula.state.events import EndEvent, StartEvent, WarningEvent
+from undula.state.events import EndEvent, StartEvent, ValidationEvent, WarningEvent
 from undula.state.records import StepRow
 from undula.storage import Store
 
@@ -179,6 +180,27 @@ def test_runs_that_promise_equal_bits_must_have_them(manifest: Manifest) -> None
     one, other = with_other_weights(manifest, arithmetic, arithmetic)
     assert "step 4 has weights_digest 4, but run has 99" in str(certify(one, manifest, against=other).difference)
     assert certify(one, manifest, against=one).holds
+
+
+def test_the_first_step_that_differs_is_named_whatever_differs_in_it(manifest: Manifest) -> None:
+    one, other = with_other_weights(manifest, {}, {})
+    steps = [replace(each, loss=each.loss + (each.step > 2)) for each in rows(manifest)]
+    earlier = replace(run(manifest, steps), events=other.events)
+    assert "step 3 has loss" in str(certify(one, manifest, against=earlier).difference)
+
+
+def test_validations_of_runs_with_equal_bits_must_be_equal(manifest: Manifest) -> None:
+    start = StartEvent(2, 1, same_bits=True, step=0)
+    validated = [
+        replace(run(manifest, rows(manifest)), events=(start, ValidationEvent(0.5, 8, {"f1": f1}, step=2)))
+        for f1 in (0.25, 0.25 + 1e-9, math.nan)
+    ]
+    assert "1 validation as in run" in certify(validated[0], manifest, against=validated[0]).proved
+    assert certify(validated[2], manifest, against=validated[2]).holds
+    found = certify(validated[0], manifest, against=validated[1])
+    assert "the validation after step 2 has f1 0.25, but run has 0.250000001" in str(found.difference)
+    rounded = [replace(each, events=each.events[1:]) for each in validated]
+    assert certify(rounded[0], manifest, against=rounded[1]).holds
 
 
 def test_weights_may_differ_between_machines_that_compute_otherwise_which_is_said(manifest: Manifest) -> None:

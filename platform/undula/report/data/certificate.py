@@ -1,6 +1,6 @@
 """Certificate of a run: the properties that its ledger and the manifest of its data prove or cannot prove. Pure."""
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import asdict, dataclass, field
 from itertools import takewhile
 from typing import Any, TypeVar
@@ -22,7 +22,7 @@ from undula.report.data.run_record import RecordedRun, leaves
 from undula.report.data.same_bits import is_exact, reason_for_other_bits
 from undula.report.data.summary import column
 from undula.report.text import counted
-from undula.state.events import EndEvent
+from undula.state.events import EndEvent, ValidationEvent
 
 COUNTED_ROWS = 2**30
 """Maximum number of rows of a data set for which the certificate counts how often each row was used."""
@@ -276,11 +276,14 @@ def _check_against(run: RecordedRun, other: RecordedRun, tolerance: float, certi
     if not len(rows):
         return
     reason = reason_for_other_bits(run, other)
-    largest = _compare(rows, others, tolerance if reason else 0.0, other.job.name, _close_keys(run))
+    tolerance = tolerance if reason else 0.0
+    largest = _compare(rows, others, tolerance, other.job.name, _close_keys(run))
     certificate.proved.append(
         f"{counted(len(rows), 'step')} as in {other.job.name}: the same samples and learning rates, with losses within {largest:.1e}"
     )
     _compare_weights(rows, others, other.job.name, reason, certificate)
+    done = {0, *(step + merged for step, merged in _keys(rows))}
+    _compare_validations(run, other, done, tolerance, certificate)
     if missing := max(len(run.ledger.steps), len(other.ledger.steps)) - len(rows):
         certificate.not_proved.append(
             f"that the last {counted(missing, 'step')} are as in {other.job.name}: only one run has them"
@@ -333,35 +336,59 @@ def _compare(rows: pa.Table, others: pa.Table, tolerance: float, name: str, clos
     """Return the maximum relative difference of the losses.
 
     Raises:
-        _DifferenceError: A step differs by more than the tolerance.
+        _DifferenceError: A step differs by more than the tolerance. The error is about the first one.
     """
+    found: list[tuple[int, str]] = []
     for key in ("sample_digest", "step_samples", "lr", *(() if tolerance else ("weights_digest",))):
-        if key in close_keys:
-            continue
         _, differing = _differing(rows, others, key)
-        if len(differing):
-            step, here, there = (
-                table[of][int(differing[0])].as_py() for table, of in ((rows, "step"), (rows, key), (others, key))
-            )
-            raise _DifferenceError(f"step {step} has {key} {here}, but {name} has {there}")
-    loss_difference, *_ = [_difference(rows, others, key, tolerance, name) for key in close_keys]
-    return loss_difference
+        if len(differing) and key not in close_keys:
+            place = int(differing[0])
+            step, here, there = (table[of][place].as_py() for table, of in ((rows, "step"), (rows, key), (others, key)))
+            found.append((place, f"step {step} has {key} {here}, but {name} has {there}"))
+    largest = []
+    for key in close_keys:
+        here, there = column(rows, key), column(others, key)
+        apart = _apart(here, there)
+        largest.append(float(apart.max(initial=0.0)))
+        if len(differing := np.flatnonzero(~(apart <= tolerance))):
+            place = int(differing[0])
+            difference = _difference(key, here[place], there[place], name, tolerance)
+            found.append((place, f"step {rows['step'][place].as_py()} {difference}"))
+    if found:
+        raise _DifferenceError(min(found, key=lambda each: each[0])[1])
+    return largest[0]
 
 
-def _difference(rows: pa.Table, others: pa.Table, key: str, tolerance: float, name: str) -> float:
-    """Return the maximum relative difference of a column.
+def _compare_validations(
+    run: RecordedRun, other: RecordedRun, steps: Collection[int], tolerance: float, certificate: Certificate
+) -> None:
+    """Compare the means of the validations of both runs after the same steps and over as many samples.
 
     Raises:
-        _DifferenceError: The difference exceeds the tolerance at a step.
+        _DifferenceError: A mean differs by more than the tolerance.
     """
-    here, there = column(rows, key), column(others, key)
-    apart = np.abs(here - there) / np.maximum(np.maximum(np.abs(here), np.abs(there)), 1e-300)
-    apart = np.where(np.isnan(here) & np.isnan(there), 0.0, apart)
-    differing = np.flatnonzero(~(apart <= tolerance))
-    if len(differing):
-        first = int(differing[0])
-        raise _DifferenceError(
-            f"step {rows['step'][first].as_py()} has {key} {here[first]:.9g}, but {name} has {there[first]:.9g}: "
-            f"a relative difference of {apart[first]:.1e}, more than {tolerance:g}"
-        )
-    return float(apart.max(initial=0.0))
+    mine, theirs = (
+        {(event.step, event.samples): event.means for event in each.events if isinstance(event, ValidationEvent)}
+        for each in (run, other)
+    )
+    both = sorted(key for key in mine.keys() & theirs.keys() if key[0] in steps)
+    for key in both:
+        for of in mine[key].keys() & theirs[key].keys():
+            here, there = mine[key][of], theirs[key][of]
+            if not _apart(np.array([here]), np.array([there]))[0] <= tolerance:
+                difference = _difference(of, here, there, other.job.name, tolerance)
+                raise _DifferenceError(f"the validation after step {key[0]} {difference}")
+    if both:
+        certificate.proved.append(f"{counted(len(both), 'validation')} as in {other.job.name}")
+
+
+def _apart(here: Any, there: Any) -> Any:
+    """Return the relative differences of numbers, of which NaN equals itself."""
+    with np.errstate(invalid="ignore"):
+        apart = np.abs(here - there) / np.maximum(np.maximum(np.abs(here), np.abs(there)), 1e-300)
+    return np.where((np.isnan(here) & np.isnan(there)) | (here == there), 0.0, apart)
+
+
+def _difference(key: str, here: float, there: float, name: str, tolerance: float) -> str:
+    apart = float(_apart(np.array([here]), np.array([there]))[0])
+    return f"has {key} {here:.9g}, but {name} has {there:.9g}: a relative difference of {apart:.1e}, more than {tolerance:g}"
