@@ -79,6 +79,7 @@ def run(
     from undula.config.environment import having, job_environment
     from undula.config.job import load_spec, script_of
     from undula.driver.print_job import printed_by_script
+    from undula.driver.project import refuse_without_entry
     from undula.driver.submission import run_in_this_process, run_submission, submission_of_job
     from undula.errors import SpecError
     from undula.masking.values import with_declared
@@ -97,6 +98,7 @@ def run(
     if smoke and (other := next((name for name, is_given in others.items() if is_given), None)):
         raise SpecError(f"command line: --smoke cannot be combined with {other}; remove one of them")
     environment = with_declared(environment, loaded.variables)
+    refuse_without_entry(script_of(job, script))
     submission = submission_of_job(job, loaded, overrides, script, fresh, project).with_environment(
         environment, ray_env
     )

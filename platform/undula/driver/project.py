@@ -46,21 +46,24 @@ def project_modules(script: Path, root: Path | None = None) -> list[Path]:
     return sorted(found for found in modules.values() if found and found.parent != folder)
 
 
-def problem_of_entry(script: Path) -> str | None:
-    """Return the reason why a script can start no run, as a sentence; None if it may start one.
+def refuse_without_entry(script: Path) -> None:
+    """Refuse a script that can start no run, before it trains without one.
 
     It can start none if neither it, nor a module of its folder or its project that it imports, names `undula`, and what else it imports
     is installed and does not require `undula`.
+
+    Raises:
+        SpecError: The script can start none.
     """
     modules, files = _imported(script, next(filter(_is_root, script.parents), script.parent))
     if any(b"undula" in file.read_bytes() for file in files if file.is_file()):
-        return None
+        return
     distributions = packages_distributions()
     for name in (name for name, found in modules.items() if found is None):
         owners = distributions.get(name)
         if not owners or any(_NAME.match(each) for owner in owners for each in requires(owner) or ()):
-            return None
-    return (
+            return
+    raise SpecError(
         f"{script.name} does not use undula, so that it would train without a run; end it with undula.main(train), or with launch(main) of "
         "undula.adapters.transformers, undula.adapters.accelerate or undula.adapters.lightning (docs/migrate.md)"
     )

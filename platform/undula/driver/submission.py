@@ -24,7 +24,7 @@ from undula.config.environment import having, without_secrets
 from undula.config.job import LoadedSpec, absolute_paths, script_of
 from undula.config.yaml_file import files_for_job
 from undula.driver.local_job import run_on_own_cluster
-from undula.driver.project import importable, problem_of_entry, project_modules
+from undula.driver.project import importable, project_modules
 from undula.driver.script import run_submitted
 from undula.elastic.pure.spec import WorkersSpec
 from undula.errors import INTERRUPTED, ClusterError, SpecError
@@ -148,11 +148,9 @@ def submission_of_job(
         project: Root of the script's project; by default the nearest folder that looks like one.
 
     Raises:
-        SpecError: The script or the root of its project does not exist, or the script can start no run.
+        SpecError: The script or the root of its project does not exist.
     """
     script = script_of(file, script)
-    if problem := problem_of_entry(script):
-        raise SpecError(problem)
     options = ["--config", name_in_submission(script, file), *([FRESH] if fresh else [])]
     shown, private = without_secrets(overrides)
     return Submission(

@@ -151,8 +151,8 @@ def _name_of(parameter: Tensor, names: Mapping[Tensor, str]) -> str:
     if parameter not in names:
         raise UsageError(
             f"the optimizer has a parameter of shape {tuple(parameter.shape)} that the model lacks; "
-            "create the optimizer from the parameters of the module that run.model(...) returns; if they are those of several modules, join "
-            "these first, as in nn.ModuleDict"
+            "create the optimizer from the parameters of the module that run.model(...) returns; if they are those of several modules, "
+            "join these first, as in nn.ModuleDict"
         )
     return names[parameter]
 

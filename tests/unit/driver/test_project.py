@@ -2,11 +2,12 @@
 
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 
-from undula.driver.project import problem_of_entry, project_modules
+from undula.driver.project import project_modules, refuse_without_entry
 from undula.errors import SpecError
 
 
@@ -101,8 +102,6 @@ def test_a_script_that_cannot_start_a_run_is_refused(project: Path, imports: str
     """A module that is not installed here may be on the cluster, and may use undula."""
     (project / "mylib" / "models.py").write_text("import undula")
     (project / "jobs" / "train.py").write_text(imports)
-    problem = problem_of_entry(project / "jobs" / "train.py")
-    assert (problem is not None) == is_refused
-    assert problem is None or problem.startswith(
-        "train.py does not use undula, so that it would train without a run; end"
-    )
+    sentence = r"^train\.py does not use undula, so that it would train without a run; end it with undula\.main"
+    with pytest.raises(SpecError, match=sentence) if is_refused else nullcontext():
+        refuse_without_entry(project / "jobs" / "train.py")
