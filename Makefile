@@ -48,10 +48,11 @@ format: .venv/ready-to-test  ## Format and fix what can be fixed
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-bench: .venv/ready-with-horovod  ## Cost of a step beside hand-written loops, torchrun DDP and horovodrun; build/bench/loop*.json, tree.json
+bench: .venv/ready-with-horovod  ## Cost of a step beside hand-written loops, torchrun DDP and horovodrun; build/bench/loop*.json, tree.json, sharded.json
 	$(BIN)/python -m tests.baselines.bench_loop
 	$(BIN)/python -m tests.baselines.bench_loop --engine horovod
 	$(BIN)/python -m tests.baselines.bench_tree
+	$(BIN)/python -m tests.baselines.bench_sharded
 
 bench-start: .venv/ready-to-test  ## Seconds from `undula run` to the first step and back to the prompt, beside torchrun; build/bench/start.json
 	$(BIN)/python -m tests.baselines.bench_start

@@ -1,6 +1,7 @@
 """Steps of an engine on the virtual workers of a rank, for tests of engines without a run."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -11,7 +12,6 @@ from undula.parallel.engines.select import make_engine
 from undula.parallel.layout import join_layout
 from undula.parallel.spec import EngineSettings, GradientSpec
 from undula.plan.plan import MicroBatch
-from undula.plan.tree import assign
 
 FP16 = GradientSpec(compression="fp16")
 ADASUM = GradientSpec(reduce="adasum")
@@ -19,8 +19,10 @@ ADASUM = GradientSpec(reduce="adasum")
 
 def placed(module: nn.Module, rank: int, world_size: int, virtual_workers: int, **settings: Any) -> Engine:
     """Return the engine of some settings with a module on the CPU of this rank."""
+    engine_settings = EngineSettings(virtual_workers, **settings)
     layout = join_layout(rank, world_size, torch.device("cpu"))
-    engine = make_engine(module, layout, EngineSettings(virtual_workers, **settings))
+    layout = replace(layout, interleaves=engine_settings.sharding.interleaves)
+    engine = make_engine(module, layout, engine_settings)
     engine.place(module)
     return engine
 
@@ -45,7 +47,7 @@ def run_backward(
         max_norm: Norm to which a larger gradient is clipped; None for none.
     """
     layout = engine.layout
-    own = assign(len(samples), layout.world_size)[layout.rank]
+    own = layout.virtual_workers(len(samples))
     work = [place for place in own if samples[place]] or list(own[:1])
     micro_batches = [MicroBatch(0, place, 0, samples[place]) for place in work]
     engine.begin_step(micro_batches)

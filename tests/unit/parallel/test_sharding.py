@@ -2,10 +2,10 @@
 
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import engine_steps
 import pytest
 import torch
 import torch.distributed as dist
@@ -17,6 +17,7 @@ from undula.errors import UsageError
 from undula.parallel.engines.engine import Engine
 from undula.parallel.engines.select import make_engine
 from undula.parallel.layout import Layout, join_layout
+from undula.parallel.reduce.unit_sum import InterleavedUnitSum
 from undula.parallel.sharding import problem_of_sharding
 from undula.parallel.spec import EngineSettings, ShardingSpec
 from undula.plan.plan import Plan, PlanSpec
@@ -79,12 +80,7 @@ def loss_of(model: nn.Module, step: int, virtual_worker: int, number: int) -> Te
 
 def placed(rank: int, world_size: int, virtual_workers: int, sharding: ShardingSpec) -> Engine:
     torch.manual_seed(0)
-    layout = join_layout(rank, world_size, torch.device("cpu"))
-    layout = replace(layout, interleaves=sharding.interleaves)
-    module = Tied()
-    engine = make_engine(module, layout, EngineSettings(virtual_workers, sharding=sharding))
-    engine.place(module)
-    return engine
+    return engine_steps.placed(Tied(), rank, world_size, virtual_workers, sharding=sharding)
 
 
 def run_step(engine: Engine, plan: Plan, step: int, max_norm: float | None = None) -> float:
@@ -262,3 +258,34 @@ def test_gradients_send_what_the_docs_say(virtual_workers: int, world_size: int)
     layout = Layout(0, world_size, 0, torch.device("cpu"), *[None] * 3)  # type: ignore[arg-type]
     roots = [len(each) for each in layout.roots(virtual_workers)]
     assert on_ranks(world_size, _sent, virtual_workers, 1) == pytest.approx([n * of_slices for n in roots])
+
+
+def _most_held(rank: int, world_size: int, stage: int) -> float:
+    """Return the most elements of gradients that this rank holds between two units' backward passes, as a multiple of the gradient."""
+    engine = placed(rank, world_size, 8, ShardingSpec(stage))  # type: ignore[arg-type]
+    engine.prepare(engine.module, torch.optim.SGD(engine.module.parameters(), lr=0.1))
+    sums, held = [unit.sum for unit in engine._accumulator._units], []  # type: ignore[attr-defined]
+    original = InterleavedUnitSum._take
+
+    def counting(unit: InterleavedUnitSum, flat: Tensor) -> None:
+        original(unit, flat)
+        tensors = [each for one in sums for each in (one._leaf, one._received, *one._fold.roots.values())]
+        held.append(sum(storage_of(each) for each in tensors if each is not None))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(InterleavedUnitSum, "_take", counting)
+        for step in range(3):
+            held.clear()  # in its first pass, a step does not know yet how often a unit runs
+            run_step(engine, Plan(PlanSpec(global_batch=8, virtual_workers=8, epochs=9), 99), step)
+    return max(held) / sum(each.numel() for each in engine.trainable)
+
+
+def storage_of(tensor: Tensor) -> int:
+    return tensor.untyped_storage().nbytes() // 4
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_rank_holds_slices_of_the_gradient_alone(stage: int) -> None:
+    """Beside the unit that it is at, these are 1 + log2(8) slices of a half at most."""
+    for most in on_ranks(2, _most_held, stage):
+        assert most < (1 + 3) / 2 * 1.1
