@@ -29,12 +29,14 @@ from undula.train.single_process import SingleProcess
 KEEPS = ("all", "none", "selective", "sqrt", "every_2")
 REPEATED = ("a U-Net", "a decoder with tied weights", "a mixture of experts", "Hugging Face's decoder")
 """Models that have blocks whose activations can be recomputed."""
+OFFLOADED = REPEATED[1:]
+"""Those of which no activation is used beside its unit. On a CPU, what the levels of a U-Net keep has its copy in the same memory."""
 ALL = [
     (name, compute, keep, offload)
     for name in MODELS
     for compute in ("fp32", "bf16")
     for keep in (KEEPS if name in REPEATED else ("all",))
-    for offload in ((False, True) if name in REPEATED and keep != "selective" else (False,))
+    for offload in ((False, True) if name in OFFLOADED and keep != "selective" else (False,))
 ]
 BRIEF = [
     case
