@@ -36,12 +36,19 @@ def problem_of_sharding(module: nn.Module, spec: ShardingSpec) -> str | None:
             return (
                 f"{key} cannot shard the parameter {name!r}, which has no elements; remove it, or set sharding.stage=0"
             )
+        if parameter.requires_grad and (parameter.is_complex() or parameter.dtype == torch.float64):
+            return (
+                f"{key} cannot shard the parameter {name!r}, whose dtype {_text(parameter.dtype)} has other results in shards; convert it "
+                "to float32, or set sharding.stage=0"
+            )
+        if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
+            return f"{key} replaces the parameter {name!r}, whose hook would be lost; remove the hook, or set sharding.stage=0"
         if not parameter.is_contiguous():
             return (
                 f"{key} cannot shard the parameter {name!r}, whose memory is not contiguous, as after model.to(memory_format="
                 "torch.channels_last); remove that call, or set sharding.stage=0"
             )
-    return _problem_of_shared_weights(module, units, key) or _problem_of_dtypes(module, units, key)
+    return _problem_of_shared_weights(module, units, key) or problem_of_dtypes(module, units, key)
 
 
 def _problem_of_shared_weights(module: nn.Module, units: Mapping[str, nn.Module], key: str) -> str | None:
@@ -57,7 +64,8 @@ def _problem_of_shared_weights(module: nn.Module, units: Mapping[str, nn.Module]
     return None
 
 
-def _problem_of_dtypes(module: nn.Module, units: Mapping[str, nn.Module], key: str) -> str | None:
+def problem_of_dtypes(module: nn.Module, units: Mapping[str, nn.Module], key: str) -> str | None:
+    """Return the reason why units have trainable parameters of several dtypes, as a sentence that begins with `key`; None if none has."""
     dtypes: dict[str, tuple[str, torch.dtype]] = {}
     for name, parameter in module.named_parameters():
         if parameter.requires_grad:

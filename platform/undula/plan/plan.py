@@ -1,7 +1,7 @@
 """The plan of a run: the samples that each step consumes, divided among virtual workers. It never mentions the world size."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from hashlib import sha256
 from json import dumps
 from typing import Annotated, Literal, assert_never
@@ -298,9 +298,10 @@ class Plan:
         work: list[MicroBatch] = []
         for place in range(max(map(len, shares))):
             works = [self.work(steps, share[place : place + 1]) for share in shares]
-            share = shares[rank] if place < len(shares[rank]) else next(each for each in shares if place < len(each))
-            padding = MicroBatch(steps[0], share[place], 0, 0)
-            work += works[rank] + [padding] * (max(map(len, works)) - len(works[rank]))
+            own = works[rank]
+            # Otherwise like the one that another rank runs, because the script may look at its number.
+            padding = [replace(each, samples=0) for each in max(works, key=len)[len(own) :]]
+            work += own + padding
         return work
 
     def digest(self, manifest_digest: str, precision: PrecisionSpec = FP32) -> str:

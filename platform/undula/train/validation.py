@@ -130,7 +130,12 @@ class Validation:
     def _evaluating(self) -> Iterator[None]:
         model = self._model
         with kept_random_state(), torch.no_grad(), in_eval_mode(model.module), in_eval_weights(model.optimizer):
-            yield
+            model.engine.keeps_gathered = True
+            try:
+                yield
+            finally:
+                model.engine.keeps_gathered = False
+                model.engine.reshard()
 
     def _sums_in_eval_mode(self, can_end_early: bool) -> Sums | None:
         virtual_workers = self._layout.virtual_workers(self._job.plan.virtual_workers)
@@ -155,7 +160,6 @@ class Validation:
         finally:
             reader.close()
             self._model.baseline.put_back_buffers()
-            self._model.engine.reshard()
         return sums
 
     def _is_asked_to_leave(self) -> bool:

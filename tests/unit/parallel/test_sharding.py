@@ -199,7 +199,9 @@ def _sharing() -> nn.Module:
         (nn.Conv2d(4, 4, 3).to(memory_format=torch.channels_last), ShardingSpec(1), "'weight', whose memory is not"),
         (_sharing(), ShardingSpec(2), r"the weight '2\.weight', which 0 and 2 share"),
         (nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2).double()), ShardingSpec(3, ("x",)), r"sharding\.units has 'x'"),
-        (nn.Sequential(nn.Linear(2, 2), nn.Tanh(), nn.Linear(2, 2).double()), ShardingSpec(3), "float32 and float64"),
+        (nn.Sequential(nn.Linear(2, 2), nn.Tanh(), nn.Linear(2, 2).half()), ShardingSpec(3), "float32 and float16"),
+        (nn.Linear(2, 2, dtype=torch.float64), ShardingSpec(1), "'weight', whose dtype float64 has other results"),
+        (nn.Linear(2, 2, dtype=torch.complex64), ShardingSpec(1), "'weight', whose dtype complex64 has other results"),
     ],
 )
 def test_a_model_that_cannot_be_sharded_is_refused_with_the_reason(

@@ -37,6 +37,8 @@ class Engine:
     capabilities: Capabilities = DATA_PARALLEL
     settings: Set[Feature] = frozenset()
     """Features that the job's settings require. The model may require others once the script has unfrozen parameters."""
+    keeps_gathered = False
+    """Whether what a forward pass without a backward pass has gathered of a sharded model is kept, because another one follows at once."""
     has_same_bits = True
     """Whether a model has the same bits at any number of ranks, as far as the engine knows its optimizer."""
     gradient = GradientSpec()

@@ -1,5 +1,6 @@
 """Engine of models that torch's `fully_shard` has sharded. It is imported only for such a model, because the import is slow."""
 
+import weakref
 from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
@@ -17,7 +18,8 @@ from undula.parallel.engines.engine import Engine
 from undula.parallel.layout import Layout
 from undula.parallel.precision import dtype_of
 from undula.parallel.reduce.sharded import ShardedAccumulator
-from undula.parallel.sharding import problem_of_sharding, set_up_optimizer
+from undula.parallel.sharded_numbers import refuse_local_numbers
+from undula.parallel.sharding import problem_of_dtypes, problem_of_sharding, set_up_optimizer
 from undula.parallel.spec import EngineSettings
 from undula.parallel.units import units_of
 from undula.plan.plan import MicroBatch
@@ -38,6 +40,8 @@ class ShardedEngine(Engine):
         super().__init__(layout, partial(ShardedAccumulator, layout=layout, virtual_workers=settings.virtual_workers))
         self._sharding = settings.sharding
         self._compute = dtype_of(settings.compute)
+        self._former: dict[str, weakref.ref[nn.Parameter]] = {}
+        """Parameters that the shards have replaced, by name."""
         self._passes = 0
         """Number of backward passes of the step that are to come."""
 
@@ -52,14 +56,26 @@ class ShardedEngine(Engine):
         else:
             module = module.to(self.layout.device)
             broadcast_from_rank_0(module, self.layout.everyone)
+            self._former = {name: weakref.ref(parameter) for name, parameter in module.named_parameters()}
             self._shard(module)
         for part in _parts(module):
             part.set_gradient_divide_factor(1.0)  # losses are weighted already, so gradients are summed
             part.set_force_sum_reduction_for_comms(True)  # gloo cannot scale a sum
             # Otherwise the places of gradients in the flat one would depend on which parameters a micro-batch uses.
             part.set_reduce_scatter_unused_params(True)
+        refuse_local_numbers()
+        self._hook = module.register_forward_hook(self._after_forward, always_call=True)
         self._attach(module)
         return module
+
+    def _after_forward(self, *_: object) -> None:
+        """Free what a forward pass without gradients has gathered, as when a script generates samples, unless more follow at once."""
+        if not torch.is_grad_enabled() and not self.keeps_gathered:
+            self.reshard()
+
+    def close(self) -> None:
+        super().close()
+        self._hook.remove()
 
     def _shard(self, module: nn.Module) -> None:
         if problem := problem_of_sharding(module, self._sharding):
@@ -115,6 +131,16 @@ class ShardedEngine(Engine):
         if self._gathered_in is None:
             super().compute_in(dtype)
 
+    def _attach(self, module: nn.Module) -> None:
+        """Accept the parameters that require a gradient now.
+
+        Raises:
+            UsageError: A parameter has a hook, which would not be called, or the script has unfrozen one of another dtype.
+        """
+        if problem := problem_of_dtypes(module, units_of(module, self._sharding.units), "a sharded model"):
+            raise UsageError(problem)
+        super()._attach(module)
+
     def prepare(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         """Accept an optimizer of the sharded parameters.
 
@@ -133,6 +159,11 @@ class ShardedEngine(Engine):
     def begin_step(self, work: Sequence[MicroBatch]) -> None:
         self.reshard()
         super().begin_step(work)
+        if any(parameter._backward_hooks for parameter in self.trainable):
+            raise UsageError(
+                "a parameter of a sharded model has a hook of register_hook(), which torch does not call, because gradients are those "
+                "of whole parameters; remove it, and change gradients between step.reduce() and step.update()"
+            )
 
     def before_forward(self, is_last: bool) -> None:
         """Keep the parameters gathered from one micro-batch to the next, if no worker has more to come and the stage allows it."""
@@ -145,6 +176,17 @@ class ShardedEngine(Engine):
         super().backward(loss, weight, micro_batch, is_last)
         assert isinstance(self._accumulator, ShardedAccumulator)
         self._accumulator.after_backward()
+        for name, former in self._former.items():
+            if (parameter := former()) is not None and parameter.grad is not None:
+                raise UsageError(
+                    f"the forward pass used {name!r} as it was before run.model(), from a list or another attribute of the script, where "
+                    "it trains nothing; use the attribute of its module, or set sharding.stage=0"
+                )
+
+    def step(self, applies: bool = True) -> None:
+        """Step the optimizer. What a forward pass of the script has gathered since the last backward pass would be out of date."""
+        self.reshard()
+        super().step(applies)
 
 
 def _parts(module: nn.Module) -> Iterator[FSDPModule]:

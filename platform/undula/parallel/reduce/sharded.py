@@ -57,7 +57,11 @@ class ShardedAccumulator(Accumulator):
         self._shares = layout.assignment(virtual_workers)
         self._present: set[nn.Parameter] = set()
         """Parameters of which a micro-batch with samples has computed a gradient on this rank."""
+        self._computed_now: set[nn.Parameter] = set()
+        """Those of which the present backward pass has computed a gradient."""
         self._counts = False
+        self._all = list(module.parameters())
+        """Sharded parameters, with those that do not require a gradient: torch can still make zeros as theirs."""
         make = InterleavedUnitSum if layout.interleaves and layout.num_cells > 1 else UnitSum
         self._units = [Unit(part, places, make(layout, virtual_workers)) for part, places in _units_of(module)]
         self._hooks: list[RemovableHandle] = []
@@ -92,6 +96,7 @@ class ShardedAccumulator(Accumulator):
         place, is_last_of_place = self._passes.pop(0)
         self._end_leaves(place)
         self._counts = micro_batch.samples > 0
+        self._computed_now.clear()
         self._free()
         for unit in self._units:
             unit.sum.begin_pass(self._counts, is_last_of_place)
@@ -101,14 +106,17 @@ class ShardedAccumulator(Accumulator):
         self._counts = False
         self._require_unchanged()
         for unit in self._units:
+            unit.sum.end_pass()
             unit.find_views()
         self._free()
         for whole, (parameter, _) in self._whole.items():
-            parameter.grad = whole.grad = whole.new_zeros(()).expand_as(whole)
+            for each in (whole, parameter):
+                zero = torch.zeros((), dtype=each.dtype, device=each.device)
+                each.grad = zero.expand(each.shape)
 
     def _free(self) -> None:
-        for whole, (parameter, _) in self._whole.items():
-            parameter.grad = whole.grad = None
+        for each in (*self._all, *self._whole):
+            each.grad = None
 
     def _require_unchanged(self) -> None:
         """Refuse changes of whole parameters, which are lost when these are freed.
@@ -163,6 +171,12 @@ class ShardedAccumulator(Accumulator):
                 self._hooks.append(whole.register_post_accumulate_grad_hook(computed))  # type: ignore[no-untyped-call]
 
     def _computed(self, parameter: nn.Parameter, whole: Tensor) -> None:
+        if parameter in self._computed_now:
+            raise UsageError(
+                "a backward pass computed the gradient of a layer of a sharded model in several parts, where torch's fully_shard is wrong; "
+                "if the model uses activation checkpointing, set use_reentrant=False"
+            )
+        self._computed_now.add(parameter)
         if self._counts:
             self._present.add(parameter)
 

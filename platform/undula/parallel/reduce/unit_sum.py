@@ -40,7 +40,7 @@ class UnitSum:
         self._leaf: Tensor | None = None
         self._zeros: Tensor | None = None
         """Zeros of the shape of what is folded; None if the unit has not run in this step."""
-        self._counts = self._is_last = False
+        self._counts = self._is_last = self._is_open = False
 
     def begin_pass(self, counts: bool, is_last: bool) -> None:
         """Prepare a backward pass.
@@ -49,7 +49,10 @@ class UnitSum:
             counts: Whether the micro-batch has samples, so that its gradient is part of the sum.
             is_last: Whether it is the last pass in which the ranks run their present virtual workers.
         """
-        self._counts, self._is_last = counts, is_last
+        self._counts, self._is_last, self._is_open = counts, is_last, True
+
+    def end_pass(self) -> None:
+        self._is_open = False
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.empty(*size, dtype=dtype, device=device)
@@ -57,15 +60,28 @@ class UnitSum:
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: object, op: object, async_op: bool = False
     ) -> None:
-        """Take the flat gradient of a backward pass. What torch takes for its sum becomes zero."""
+        """Take the flat gradient of a backward pass. What torch takes for its sum becomes zero.
+
+        Raises:
+            UsageError: The backward pass is one of the script.
+        """
         output_tensor.zero_()
+        self._require_open()
         self._take(input_tensor)
 
     def take_alone(self, flat: Tensor) -> None:
         """Take the flat gradient on a single rank, for which torch calls no reduce-scatter."""
         own = flat.clone()
         flat.zero_()
+        self._require_open()
         self._take(own)
+
+    def _require_open(self) -> None:
+        if not self._is_open:
+            raise UsageError(
+                "the script called torch.autograd.grad() or loss.backward() itself, which reduces the gradients of a sharded model; add "
+                "the loss to that of step.backward(), or set sharding.stage=0"
+            )
 
     def _take(self, flat: Tensor) -> None:
         self._zeros = flat.new_zeros(()).expand_as(flat)
@@ -73,7 +89,7 @@ class UnitSum:
 
     def _add_to_leaf(self, flat: Tensor) -> None:
         if self._counts:
-            self._leaf = flat if self._leaf is None else self._leaf.add_(flat)
+            self._leaf = _summed(self._leaf, flat)
 
     def end_leaves(self, place: int) -> None:
         """End the leaves of the ranks' virtual workers number `place`. Those without samples are zero."""
@@ -84,10 +100,12 @@ class UnitSum:
 
     def total(self) -> Tensor | None:
         """Return this rank's slice of the sum; None if the unit has not run in this step. All ranks must call this."""
-        if self._zeros is None:
+        zeros, roots = self._zeros, [*self._fold.roots.values()]
+        self.begin_step()  # frees what has been folded
+        if zeros is None:
             return None
-        own = [self._zeros if root is None else root for root in self._fold.roots.values()]
-        rows = exchanged(own, list(map(len, self._roots)), self._zeros, self._layout.shards)
+        own = [zeros if root is None else root for root in roots]
+        rows = exchanged(own, list(map(len, self._roots)), zeros, self._layout.shards)
         known = dict(zip(chain.from_iterable(self._roots), rows, strict=True))
         return combined(self._all, known, Tensor.add) + 0.0  # the sign of a zero depends on where a term is missing
 
@@ -139,7 +157,8 @@ class InterleavedUnitSum(UnitSum):
         counts = [int(self._place < len(share)) for share in self._shares]
         own = [zeros.contiguous() if leaf is None else leaf] if counts[self._layout.cell] else []
         received = torch.stack(exchanged(own, counts, zeros, self._layout.shards))
-        self._received = received if self._received is None else self._received.add_(received)
+        _keep_for_stream(leaf)
+        self._received = _summed(self._received, received)
 
     def end_leaves(self, place: int) -> None:
         if self._place == place:
@@ -156,10 +175,12 @@ class InterleavedUnitSum(UnitSum):
             self._fold.push(virtual_worker, None if leaf is None else leaf.clone())
 
     def total(self) -> Tensor | None:
-        if self._zeros is None:
+        zeros, roots = self._zeros, [*self._fold.roots.values()]
+        self.begin_step()
+        if zeros is None:
             return None
-        (total,) = self._fold.roots.values()
-        return (self._zeros if total is None else total) + 0.0
+        (total,) = roots
+        return (zeros if total is None else total) + 0.0
 
 
 def exchanged(own: Sequence[Tensor], counts: Sequence[int], like: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
@@ -187,5 +208,15 @@ def exchanged(own: Sequence[Tensor], counts: Sequence[int], like: Tensor, group:
 
 
 def _summed(left: Tensor | None, right: Tensor | None) -> Tensor | None:
-    """Add the sum of a subtree to that of its sibling, in place. None counts as zero."""
-    return (right if left is None else left) if left is None or right is None else left.add_(right)
+    """Add a sum to another one, in place. None counts as zero."""
+    if left is None or right is None:
+        return right if left is None else left
+    for each in (left, right):
+        _keep_for_stream(each)
+    return left.add_(right)
+
+
+def _keep_for_stream(tensor: Tensor | None) -> None:
+    """Keep the memory of a tensor on a GPU from being used again before the present stream, on which torch reduces, has read it."""
+    if tensor is not None and tensor.is_cuda:
+        tensor.record_stream(torch.cuda.current_stream(tensor.device))

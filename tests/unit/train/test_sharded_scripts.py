@@ -1,0 +1,200 @@
+"""Tests of what scripts do to a sharded model: it has the numbers of a whole model, or is refused in a sentence."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from feature_scripts import ROWS, Train, adamw, square
+from features import FEATURES, Feature, Group, numbers_of, train_in_groups
+from ranks import on_ranks
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from undula.errors import UsageError
+from undula.parallel.spec import ShardingSpec
+from undula.train.job import Job
+from undula.train.run import Run
+from undula.train.step import Step
+
+Act = Callable[[nn.Module, Step], object]
+PLAN = {"micro_batch": 2, "epochs": 2}
+
+
+class Blocks(nn.Module):
+    """Blocks of which a batch can skip one or run one twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.first, self.last = nn.Linear(1, 6), nn.Linear(6, 1)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 6)) for _ in range(3))
+        self.skipped: int | None = None
+        self.twice = False
+        self.kept: list[Tensor] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.first(x)
+        for place, block in enumerate(self.blocks):
+            if place != self.skipped:
+                y = y + block(y)
+        if self.twice:
+            y = checkpoint(self.blocks[1], checkpoint(self.blocks[1], y, use_reentrant=True), use_reentrant=True)
+        return self.last(y) + sum(weight.sum() for weight in self.kept)  # type: ignore[no-any-return]
+
+
+def nothing(model: nn.Module, step: Step) -> None:
+    """Do nothing."""
+
+
+@dataclass(frozen=True)
+class Script:
+    """Train function of a model, with work of its own at some places."""
+
+    placed: Callable[[nn.Module], object] = lambda model: None
+    unplaced: Callable[[nn.Module], object] = lambda model: None
+    began: Act = nothing
+    in_batch: Act = nothing
+    """Before the loss of a batch is computed."""
+    reduced: Act = nothing
+    updated: Act = nothing
+
+    def __call__(self, run: Run, ends: Callable[[int], None]) -> None:
+        module = Blocks()
+        self.unplaced(module)
+        model = run.model(module)
+        self.placed(model)
+        run.optimizer(adamw(model))
+        for step in run.steps(validate=lambda batch: square(model, batch)):
+            self.began(model, step)
+            for batch in step.batches():
+                self.in_batch(model, step)
+                step.backward(square(model, batch))
+            step.reduce()
+            self.reduced(model, step)
+            ends(step.index)
+            step.update()
+            self.updated(model, step)
+
+
+def generate(model: nn.Module, step: Step) -> None:
+    with torch.no_grad():
+        model(torch.ones(4, 1) / ROWS)
+
+
+def freeze_and_skip(model: Any, step: Step) -> None:
+    model.blocks[0].requires_grad_(step.index != 1)
+    model.skipped = 1 if step.index > 1 else None
+
+
+def skip_by_number(model: Any, step: Step) -> None:
+    assert step.micro_batch is not None
+    model.skipped = 2 if step.micro_batch.number == 0 else None
+
+
+def generate_and_halve(model: nn.Module, step: Step) -> None:
+    generate(model, step)
+    for parameter in model.parameters():
+        if parameter.grad is not None:
+            parameter.grad.mul_(0.5)
+
+
+def generate_and_change(model: nn.Module, step: Step) -> None:
+    generate(model, step)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(0.99)
+
+
+def change_gathered(model: Any, step: Step) -> None:
+    model.unshard()
+    with torch.no_grad():
+        model.first.weight.mul_(0.5)
+
+
+RIGHT: dict[str, Script] = {
+    "a block is frozen for a step, and another one is skipped afterwards": Script(began=freeze_and_skip),
+    "samples before the update": Script(reduced=generate),
+    "gradients that change after a forward pass": Script(reduced=generate_and_halve),
+    "weights that change after a forward pass": Script(updated=generate_and_change),
+    "blocks that depend on the number of a micro-batch": Script(in_batch=skip_by_number),
+}
+REFUSED: dict[str, tuple[Script, str]] = {
+    "a hook from before": (
+        Script(unplaced=lambda model: model.first.weight.register_hook(lambda gradient: gradient * 2)),  # type: ignore[operator,union-attr]
+        "replaces the parameter 'first.weight', whose hook would be lost",
+    ),
+    "a hook": (
+        Script(placed=lambda model: model.first.weight.register_hook(lambda gradient: gradient * 2)),  # type: ignore[operator,union-attr]
+        "has a hook of register_hook(), which torch does not call",
+    ),
+    "a norm by hand": (
+        Script(reduced=lambda model, step: [parameter.grad.norm().item() for parameter in model.parameters()]),  # type: ignore[union-attr]
+        "read a number of a sharded tensor with item() or float()",
+    ),
+    "weights drawn after run.model()": (
+        Script(placed=lambda model: nn.init.normal_(model.first.weight)),  # type: ignore[arg-type,union-attr]
+        "drew random numbers of the shape of a sharded tensor",
+    ),
+    "weights in a list": (
+        Script(unplaced=lambda model: model.kept.append(model.first.weight)),  # type: ignore[operator,union-attr]
+        "the forward pass used 'first.weight' as it was before run.model()",
+    ),
+    "reentrant checkpoints of a unit that runs twice": (
+        Script(placed=lambda model: setattr(model, "twice", True)),
+        "in several parts, where torch's fully_shard is wrong",
+    ),
+    "a gradient of the script's own": (
+        Script(in_batch=lambda model, step: torch.autograd.grad(model(torch.ones(1, 1)).sum(), model.parameters())),
+        "called torch.autograd.grad() or loss.backward() itself",
+    ),
+    "a change of a gathered weight": (
+        Script(in_batch=change_gathered),
+        "changed the parameter Linear.weight while it was gathered",
+    ),
+}
+
+
+def _jobs(folder: Path, stage: int) -> dict[str, Job]:
+    sharding = ShardingSpec(stage)  # type: ignore[arg-type]
+    rows: dict[str, Train] = {**RIGHT, **{name: script for name, (script, _) in REFUSED.items()}}
+    for name, train in rows.items():
+        FEATURES[name] = Feature(train, plan=PLAN)
+    jobs = {name: FEATURES[name].job(folder / str(place)) for place, name in enumerate(rows)}
+    return {name: replace(job, sharding=sharding) for name, job in jobs.items()}
+
+
+def _outcomes(rank: int, world_size: int, jobs: dict[str, Job], names: list[str]) -> dict[str, Any]:
+    """Return the state at the end of each row, or the sentence with which it was refused."""
+    rows: dict[str, Train] = {**RIGHT, **{name: script for name, (script, _) in REFUSED.items()}}
+    found: dict[str, Any] = {}
+    for name in names:
+        FEATURES[name] = Feature(rows[name], plan=PLAN)
+        try:
+            found |= train_in_groups(rank, world_size, {name: jobs[name]}, (Group(),))
+        except UsageError as error:
+            found[name] = str(error)
+            dist.barrier()
+    return found
+
+
+@pytest.mark.parametrize(("world_size", "stage"), [(2, 1), (3, 3)])
+def test_what_scripts_do_has_the_numbers_of_a_whole_model(tmp_path: Path, world_size: int, stage: int) -> None:
+    jobs = _jobs(tmp_path / "whole", 0)
+    (alone,) = on_ranks(1, _outcomes, jobs, list(RIGHT))
+    expected = {name: numbers_of(jobs[name]) | alone[name] for name in RIGHT}
+    jobs = _jobs(tmp_path / "sharded", stage)
+    for found in on_ranks(world_size, _outcomes, jobs, list(RIGHT)):
+        for name in RIGHT:
+            assert numbers_of(jobs[name]) | found[name] == expected[name], name
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_what_would_have_other_numbers_is_refused(tmp_path: Path, stage: int) -> None:
+    for found in on_ranks(2, _outcomes, _jobs(tmp_path, stage), list(REFUSED)):
+        for name, (_, sentence) in REFUSED.items():
+            assert isinstance(found[name], str), name
+            assert sentence in found[name], name
