@@ -131,16 +131,6 @@ class ShardedEngine(Engine):
         if self._gathered_in is None:
             super().compute_in(dtype)
 
-    def _attach(self, module: nn.Module) -> None:
-        """Accept the parameters that require a gradient now.
-
-        Raises:
-            UsageError: A parameter has a hook, which would not be called, or the script has unfrozen one of another dtype.
-        """
-        if problem := problem_of_dtypes(module, units_of(module, self._sharding.units), "a sharded model"):
-            raise UsageError(problem)
-        super()._attach(module)
-
     def prepare(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         """Accept an optimizer of the sharded parameters.
 
@@ -158,7 +148,11 @@ class ShardedEngine(Engine):
 
     def begin_step(self, work: Sequence[MicroBatch]) -> None:
         self.reshard()
+        before = self.trainable
         super().begin_step(work)
+        units = units_of(self.module, self._sharding.units) if self.trainable is not before else {}
+        if units and (problem := problem_of_dtypes(self.module, units, "a sharded model")):
+            raise UsageError(problem)
         if any(parameter._backward_hooks for parameter in self.trainable):
             raise UsageError(
                 "a parameter of a sharded model has a hook of register_hook(), which torch does not call, because gradients are those "
