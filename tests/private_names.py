@@ -50,7 +50,6 @@ ALLOWED: Mapping[str, Mapping[str, str]] = {
         "_custom_op_handlers": "parallel.sharded_numbers",
         "torch.distributed.tensor.DTensor._op_dispatcher": "parallel.sharded_numbers",
         "_random_ops": "parallel.sharded_numbers",
-        "torch.ops.aten._local_scalar_dense": "parallel.sharded_numbers",
         "_device_types": "parallel.collectives",
         "_get_backend": "parallel.collectives parallel.layout",
         "_get_sequence_number_for_group": "parallel.collectives",
@@ -87,7 +86,7 @@ ALLOWED: Mapping[str, Mapping[str, str]] = {
         "torch.ops.aten._scaled_dot_product_flash_attention_backward": "train.dry_run.storages",
         "torch.ops.aten._scaled_dot_product_flash_attention_for_cpu": "train.dry_run.storages",
         "torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward": "train.dry_run.storages",
-        "torch.ops.aten._local_scalar_dense": "train.dry_run.storages",
+        "torch.ops.aten._local_scalar_dense": "parallel.sharded_numbers train.dry_run.storages",
         "torch.utils._python_dispatch": "parallel.selective train.dry_run.count train.dry_run.counting train.dry_run.storages",
         "torch.utils._pytree": "adapters.gathered adapters.lightning.fit adapters.transformers.trainer parallel.precision "
         "parallel.recompute parallel.selective train.dry_run.storages train.open_gradients",

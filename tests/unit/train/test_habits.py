@@ -63,7 +63,8 @@ def test_a_sharded_model_keeps_its_gradients(tmp_path: Path) -> None:
         for row in REFUSED.keys() - {
             "a second copy of the weights, moved in the forward pass"
         }:  # torch cannot shard a ModuleDict
-            assert REFUSED[row][1] in rank[row] or "while it was gathered" in rank[row]
+            sentences = REFUSED[row][1], "while it was gathered", "random numbers of the shape of a sharded tensor"
+            assert any(sentence in rank[row] for sentence in sentences)
         for row in KEPT:
             assert isinstance(rank[row], list), rank[row]
 
