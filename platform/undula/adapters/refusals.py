@@ -17,6 +17,11 @@ _LOADER = "remove it, because loader processes are Undula's"
 _HUB = "push the saved model after the run"
 _MODE = "a run sets the eval mode itself, and restores the mode of each layer"
 _AVERAGE = "average the checkpoints that checkpoint.keep keeps, with undula.load_weights"
+AVERAGE = (
+    "keep an average of weights in buffers of the module, which setup() registers by register_buffer(), and move it in "
+    "on_before_optimizer_step(), which is called once per step (docs/lightning.md)"
+)
+"""What to do instead of keeping an average of the weights beside a LightningModule."""
 _AFTERWARDS = "load the weights with undula.load_weights in another script after the run, for Lightning's own Trainer"
 _WHOLE = "remove it; a run takes all batches of its plan"
 

@@ -22,7 +22,7 @@ from undula.data.script.pickling import unpickled
 from undula.data.stored.maps import SampleFunction
 from undula.errors import UsageError
 from undula.plan.plan import Plan
-from undula.state.events import LogEvent
+from undula.state.events import Event, LogEvent
 from undula.state.goals import LOSS
 from undula.state.pieces import RankState
 from undula.train.loop import TrainingLoop
@@ -218,6 +218,10 @@ class Run:
         """Record numbers by name between two steps or after the last, as an event of the newest step. All ranks may call this."""
         loop = self._begun("log")
         loop.attempt.report(LogEvent({name: float(value) for name, value in values.items()}, step=loop.done))
+
+    def report(self, event: Event) -> None:
+        """Record an event, for adapters of other libraries. All ranks may call this."""
+        self._begun("report").attempt.report(event)
 
     def save(self) -> None:
         """Ask for a checkpoint at the end of the next step that is committed, in addition to those of `checkpoint.every_steps`."""

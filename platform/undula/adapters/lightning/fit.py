@@ -15,6 +15,8 @@ from undula.adapters.lightning.stand_in import FitTrainer
 from undula.config.yaml_file import Setting
 from undula.errors import UsageError
 from undula.plan.plan import Plan
+from undula.recovery.baseline import Baseline
+from undula.state.events import WarningEvent
 from undula.train.metrics import is_metric
 from undula.train.run import Run
 from undula.train.step import Step
@@ -22,6 +24,8 @@ from undula.train.step import Step
 if TYPE_CHECKING:
     from pytorch_lightning import Callback, LightningDataModule, LightningModule
 
+WATCHED_STEPS = 3
+"""Number of steps of a run after which a change of a tensor beside the model is an event."""
 LOSS = "loss"
 """Name of the loss in the result of a step, and among the means of a validation."""
 
@@ -79,6 +83,8 @@ class _Fit:
         self._begun_epochs = 0
         """Number of epochs whose on_train_epoch_start was called, which is part of the run's state."""
         self._epoch_is_open = False
+        self._warned: set[str] = set()
+        """Tensors beside the model of which an event says that they change."""
         self._validated_batches: int | None = None
         """Number of batches that this rank has validated; None outside of a validation."""
 
@@ -143,6 +149,7 @@ class _Fit:
             if not has_started:
                 trainer.sanity_checking = False
                 self._hooks.call("on_train_start")
+                self._hooks.own_tensors.take()
                 has_started = True
             self._train_step(step)
         if self._epoch_is_open:
@@ -178,6 +185,16 @@ class _Fit:
         trainer.global_step = step.index + step.merged_steps
         assert last is not None
         self._end_batch(*last)
+        if step.index < WATCHED_STEPS:
+            self._warn_of_state(is_first=step.index == 0)
+
+    def _warn_of_state(self, is_first: bool) -> None:
+        """Report tensors in attributes that a step changes. After the first step, one that is replaced may be an output that is shown."""
+        for each in self._hooks.own_tensors.moved():
+            is_state = each.is_in_place or (is_first and not each.is_new)
+            if is_state and not each.in_module and each.name not in self._warned:
+                self._warned.add(each.name)
+                self._run.report(WarningEvent("state_beside_model", each.name, step=self._trainer.global_step))
 
     def _train_batch(self, step: Step, batch: Any, index: int, is_first: bool) -> dict[str, Any]:
         """Run a micro-batch, and return what callbacks get as its outputs."""
@@ -247,6 +264,7 @@ class _Fit:
             )
         return {**means, LOSS: loss}
 
+    @torch.no_grad()
     def _begin_validation(self) -> None:
         if self._validated_batches is not None:
             return
@@ -254,9 +272,16 @@ class _Fit:
         self._trainer.training, self._trainer.validating = False, True
         if self._trainer.sanity_checking:
             self._hooks.call("on_sanity_check_start")
+        moved = [] if self._trainer.sanity_checking else self._hooks.own_tensors.moved()
+        baseline = Baseline(self._hooks.module, self._trainer.optimizers[0]) if moved else None
+        if baseline:
+            baseline.take()
         self._hooks.call("on_validation_start")
         self._hooks.call("on_validation_epoch_start")
+        if baseline and not baseline.is_intact:
+            self._hooks.own_tensors.refuse_average(moved)
 
+    @torch.no_grad()
     def _end_validation(self, means: Mapping[str, float]) -> None:
         """Call the last hooks of a validation, if there was one.
 
@@ -272,6 +297,7 @@ class _Fit:
         self._hooks.call("on_validation_end")
         if self._trainer.sanity_checking:
             self._hooks.call("on_sanity_check_end")
+        self._hooks.own_tensors.take()
         self._validated_batches = None
         self._trainer.training, self._trainer.validating = True, False
 

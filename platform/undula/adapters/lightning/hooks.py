@@ -11,6 +11,7 @@ import torch
 
 from undula.adapters.lightning.data import Data
 from undula.adapters.lightning.library import Library, Schedulers, name_of
+from undula.adapters.lightning.own_tensors import OwnTensors
 from undula.adapters.lightning.stand_in import FitTrainer
 from undula.adapters.refusals import CALLBACKS, DISPLAYS, MODULE_HOOKS, refused_override
 from undula.errors import UsageError
@@ -49,6 +50,10 @@ class Hooks:
         given = [*callbacks, *(own if isinstance(own, Sequence) else [own])]
         _check_callbacks(given)
         self.callbacks = [callback for callback in given if not _named(callback, DISPLAYS)]
+        self.own_tensors = OwnTensors(
+            module, [each for each in self.callbacks if not library.is_overridden("state_dict", each)]
+        )
+        """Tensors that no checkpoint has."""
         self._loaders = dict(loaders)
         if isinstance(loaders["train_dataloader"], library.datamodule_class):
             datamodule, self._loaders["train_dataloader"] = loaders["train_dataloader"], None
