@@ -122,9 +122,9 @@ MODULE_HOOKS: Mapping[str, str] = {
 """Hooks of a LightningModule that it may not override, because a run does not call them."""
 CALLBACKS: Mapping[str, str] = {
     "Checkpoint": "set checkpoint.every_steps in the job's YAML, and checkpoint.keep_best for the best one",
-    "EarlyStopping": "set stop in the job's YAML: {metric: val_loss, mode: min, patience: 3}, without a min_delta",
     "Timer": "set workers.fleet, or plan.max_steps, in the job's YAML",
-    **dict.fromkeys(("StochasticWeightAveraging", "WeightAveraging"), _AVERAGE),
+    "StochasticWeightAveraging": _AVERAGE,
+    "WeightAveraging": AVERAGE,
     "GradientAccumulationScheduler": "set plan.global_batch and plan.micro_batch in the job's YAML; the batch of a run is fixed",
     "BaseFinetuning": "freeze layers in configure_model, because its parameter groups would not be restored",
     "ModelPruning": "prune the exported weights, because masks would not be restored",

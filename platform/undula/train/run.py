@@ -23,7 +23,7 @@ from undula.data.stored.maps import SampleFunction
 from undula.errors import UsageError
 from undula.plan.plan import Plan
 from undula.state.events import Event, LogEvent
-from undula.state.goals import LOSS
+from undula.state.goals import LOSS, GoalSpec, StopSpec
 from undula.state.pieces import RankState
 from undula.train.loop import TrainingLoop
 from undula.train.parts import GivenParts, require_functions
@@ -74,6 +74,12 @@ class Run:
     def virtual_workers(self) -> int:
         """Number of virtual workers of the plan, which is known before the data are."""
         return self._session.job.plan.virtual_workers
+
+    @property
+    def goals(self) -> Mapping[str, GoalSpec | StopSpec | None]:
+        """Goals of the job by the key of the setting; None for those that it does not have."""
+        job = self._session.job
+        return {"stop": job.stop, "checkpoint.keep_best": job.checkpoint.keep_best}
 
     @property
     def means(self) -> Mapping[str, float]:

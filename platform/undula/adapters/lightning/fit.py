@@ -9,6 +9,7 @@ from torch.utils._pytree import tree_map_only
 from torch.utils.data import DataLoader
 
 from undula.adapters.lightning.data import Data, refuse_difference
+from undula.adapters.lightning.goals import goals_of_run
 from undula.adapters.lightning.hooks import Hooks
 from undula.adapters.lightning.library import name_of
 from undula.adapters.lightning.stand_in import FitTrainer
@@ -62,7 +63,7 @@ def fit(
             f"fit() got {name_of(run)} in place of the run; call fit(run, module, datamodule) in the train function, which gets the run"
         )
     loaders = {"train_dataloader": train_dataloaders, "val_dataloader": val_dataloaders}
-    hooks = Hooks(module, loaders, datamodule, callbacks, run.virtual_workers, run.rank, run.device)
+    hooks = Hooks(module, loaders, datamodule, callbacks, run.virtual_workers, run.rank, run.device, goals_of_run(run))
     _Fit(run, hooks).train(name)
     return hooks.trainer
 
