@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from adapters_kit import job_of_script
-from lightning_kit import JOB, Tiny, train_module
+from lightning_kit import JOB, Tiny, tiny, train_module
 from pytorch_lightning.callbacks import EarlyStopping, EMAWeightAveraging, ModelCheckpoint
 
 from undula.adapters.lightning import Trainer, fit
@@ -85,10 +85,24 @@ def test_a_callback_of_a_goal_is_left_out_and_the_job_stops_in_its_place(tmp_pat
     make = type("Still", (Tiny,), {"training_step": training_step})
     goals = ("stop={metric: loss, patience: 2}", "checkpoint.keep_best={metric: val_loss}")
     callbacks = [EarlyStopping("val_loss", patience=2), ModelCheckpoint("nowhere", monitor="loss")]
-    with pytest.raises(UsageError, match=r"^checkpoint.keep_best has metric 'val_loss'"):
+    with pytest.raises(UsageError, match=r"^checkpoint.keep_best has metric 'val_loss', but validation_step\(\) logs"):
         train_module(make, tmp_path, *goals, callbacks=callbacks)  # Tiny validates its loss alone
     ledger = train_module(make, tmp_path, goals[0], callbacks=callbacks[:1], max_epochs=9)
     end = last_event(ledger.events, EndEvent)
     assert end is not None
     assert end.step < 27
     assert not (tmp_path / "nowhere").exists()
+
+
+def test_a_goal_whose_metric_is_logged_at_the_end_of_a_validation_is_refused_with_the_place_where_to_log_it(
+    tmp_path: Path,
+) -> None:
+    def on_validation_epoch_end(self: Any) -> None:
+        self.log("val_f1", 0.5)
+
+    sentence = (
+        r"^stop has metric 'val_f1', but validation_step\(\) logs \['loss'\]; set one of these, or log 'val_f1' in validation_step\(\), as "
+        r"the mean over the samples of the batch or as a metric of torchmetrics itself, because on_validation_epoch_end\(\) and"
+    )
+    with pytest.raises(UsageError, match=sentence):
+        train_module(tiny(on_validation_epoch_end=on_validation_epoch_end), tmp_path, STOP)

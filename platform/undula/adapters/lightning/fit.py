@@ -263,7 +263,18 @@ class _Fit:
                 "validation_step() neither logs val_loss, or a single value whose name has loss in it, nor returns a loss, of which a run "
                 "needs the mean; add self.log('val_loss', loss)"
             )
+        self._check_goals({**means, LOSS: loss})
         return {**means, LOSS: loss}
+
+    def _check_goals(self, means: Mapping[str, Any]) -> None:
+        """Check that a validation has the metrics of the job's goals, before the hooks at its end, which may log them too late."""
+        for key, goal in self._run.goals.items():
+            if goal and goal.metric not in means:
+                raise UsageError(
+                    f"{key} has metric {goal.metric!r}, but validation_step() logs {sorted(means)}; set one of these, or log "
+                    f"{goal.metric!r} in validation_step(), as the mean over the samples of the batch or as a metric of torchmetrics "
+                    "itself, because on_validation_epoch_end() and other hooks belong to no batch"
+                )
 
     @torch.no_grad()
     def _begin_validation(self) -> None:
