@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from pytorch_lightning import Callback, LightningDataModule, LightningModule
 
 WATCHED_STEPS = 3
-"""Number of steps of a run after which a change of a tensor beside the model is an event."""
+"""Number of steps at the begin of a run in which a change of a tensor beside the model is an event."""
 LOSS = "loss"
 """Name of the loss in the result of a step, and among the means of a validation."""
 

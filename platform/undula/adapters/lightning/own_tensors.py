@@ -1,6 +1,7 @@
 """Tensors in attributes of callbacks and a LightningModule, which are no part of the run's state and depend on the batches of the rank."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from types import FunctionType, MethodType, ModuleType
 from typing import Any
@@ -21,6 +22,8 @@ OPAQUE = (torch.optim.Optimizer, LRScheduler, DataLoader, Dataset, FitTrainer, F
 """Types of attributes whose tensors are the run's, or no state."""
 DEPTH = 4
 """Maximum number of containers and objects around a tensor."""
+MAX_ELEMENTS = 10_000
+"""Maximum number of elements of a container; one with more has data and no weights."""
 
 
 @dataclass(frozen=True)
@@ -128,10 +131,10 @@ def _tensors(value: Any, inside: set[int], depth: int) -> Iterator[tuple[str, Te
 
 def _parts(value: Any) -> list[tuple[object, Any]]:
     """Return the elements of a container, or the attributes of another object of the script."""
-    if isinstance(value, Mapping):
-        return list(value.items())
-    if isinstance(value, Sequence) and not isinstance(value, str | bytes):
-        return list(enumerate(value))
+    if isinstance(value, dict | list | tuple | deque):  # others may read their elements from a file
+        if len(value) > MAX_ELEMENTS:
+            return []
+        return list(value.items() if isinstance(value, dict) else enumerate(value))
     is_of_library = type(value).__module__.partition(".")[0] in ("lightning", "pytorch_lightning", "undula")
     return [] if is_of_library else list(getattr(value, "__dict__", {}).items())
 
