@@ -22,7 +22,7 @@ from undula.data.script.pickling import unpickled
 from undula.data.stored.maps import SampleFunction
 from undula.errors import UsageError
 from undula.plan.plan import Plan
-from undula.state.events import Event, LogEvent
+from undula.state.events import LogEvent, WarningEvent
 from undula.state.goals import LOSS, GoalSpec, StopSpec
 from undula.state.pieces import RankState
 from undula.train.loop import TrainingLoop
@@ -225,9 +225,15 @@ class Run:
         loop = self._begun("log")
         loop.attempt.report(LogEvent({name: float(value) for name, value in values.items()}, step=loop.done))
 
-    def report(self, event: Event) -> None:
-        """Record an event, for adapters of other libraries. All ranks may call this."""
-        self._begun("report").attempt.report(event)
+    def warn_of_state(self, name: str) -> None:
+        """Record an event which says that a step changes a tensor beside the model, for adapters. All ranks may call this."""
+        loop = self._begun("warn_of_state")
+        loop.attempt.report(WarningEvent("state_beside_model", name, step=loop.done))
+
+    @property
+    def has_weights_of_step(self) -> bool:
+        """Whether the parameters are those of the newest step, while its validation or `after_step` runs. This waits for the device."""
+        return self._begun("has_weights_of_step").model.baseline.is_intact
 
     def save(self) -> None:
         """Ask for a checkpoint at the end of the next step that is committed, in addition to those of `checkpoint.every_steps`."""

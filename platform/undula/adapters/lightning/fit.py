@@ -16,8 +16,6 @@ from undula.adapters.lightning.stand_in import FitTrainer
 from undula.config.yaml_file import Setting
 from undula.errors import UsageError
 from undula.plan.plan import Plan
-from undula.recovery.baseline import Baseline
-from undula.state.events import WarningEvent
 from undula.train.metrics import is_metric
 from undula.train.run import Run
 from undula.train.step import Step
@@ -195,7 +193,7 @@ class _Fit:
             is_state = each.is_in_place or (is_first and not each.is_new)
             if is_state and not each.in_module and each.name not in self._warned:
                 self._warned.add(each.name)
-                self._run.report(WarningEvent("state_beside_model", each.name, step=self._trainer.global_step))
+                self._run.warn_of_state(each.name)
 
     def _train_batch(self, step: Step, batch: Any, index: int, is_first: bool) -> dict[str, Any]:
         """Run a micro-batch, and return what callbacks get as its outputs."""
@@ -285,12 +283,9 @@ class _Fit:
         if self._trainer.sanity_checking:
             self._hooks.call("on_sanity_check_start")
         moved = [] if self._trainer.sanity_checking else self._hooks.own_tensors.moved()
-        baseline = Baseline(self._hooks.module, self._trainer.optimizers[0]) if moved else None
-        if baseline:
-            baseline.take()
         self._hooks.call("on_validation_start")
         self._hooks.call("on_validation_epoch_start")
-        if baseline and not baseline.is_intact:
+        if moved and not self._run.has_weights_of_step:
             self._hooks.own_tensors.refuse_average(moved)
 
     @torch.no_grad()
