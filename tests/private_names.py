@@ -70,8 +70,8 @@ ALLOWED: Mapping[str, Mapping[str, str]] = {
         "_step_count": "adapters.accelerate.prepared",
         "_timeout": "parallel.layout",
         "_values": "parallel.precision",
-        "_version": "parallel.host_memory parallel.recompute parallel.reduce.sharded parallel.selective train.open_gradients "
-        "train.script_guard",
+        "_version": "parallel.host_memory parallel.recompute parallel.reduce.sharded parallel.selective train.beside "
+        "train.open_gradients train.script_guard",
         "torch._C": "cluster.worker_check elastic.ray.backend parallel.selective train.open_gradients train.single_process",
         "torch._amp_foreach_non_finite_check_and_unscale_": "parallel.precision",
         "torch._dynamo": "cluster.forking.server parallel.compile testing.conformance train.model",

@@ -17,6 +17,11 @@ _LOADER = "remove it, because loader processes are Undula's"
 _HUB = "push the saved model after the run"
 _MODE = "a run sets the eval mode itself, and restores the mode of each layer"
 _AVERAGE = "average the checkpoints that checkpoint.keep keeps, with undula.load_weights"
+AVERAGE = (
+    "keep an average of weights in buffers of the module, which setup() registers by register_buffer(), and move it in "
+    "on_before_optimizer_step(), which is called once per step (docs/lightning.md)"
+)
+"""What to do instead of keeping an average of the weights beside a LightningModule."""
 _AFTERWARDS = "load the weights with undula.load_weights in another script after the run, for Lightning's own Trainer"
 _WHOLE = "remove it; a run takes all batches of its plan"
 
@@ -117,9 +122,9 @@ MODULE_HOOKS: Mapping[str, str] = {
 """Hooks of a LightningModule that it may not override, because a run does not call them."""
 CALLBACKS: Mapping[str, str] = {
     "Checkpoint": "set checkpoint.every_steps in the job's YAML, and checkpoint.keep_best for the best one",
-    "EarlyStopping": "set stop in the job's YAML: {metric: val_loss, mode: min, patience: 3}, without a min_delta",
     "Timer": "set workers.fleet, or plan.max_steps, in the job's YAML",
-    **dict.fromkeys(("StochasticWeightAveraging", "WeightAveraging"), _AVERAGE),
+    "StochasticWeightAveraging": _AVERAGE,
+    "WeightAveraging": AVERAGE,
     "GradientAccumulationScheduler": "set plan.global_batch and plan.micro_batch in the job's YAML; the batch of a run is fixed",
     "BaseFinetuning": "freeze layers in configure_model, because its parameter groups would not be restored",
     "ModelPruning": "prune the exported weights, because masks would not be restored",

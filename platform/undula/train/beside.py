@@ -18,7 +18,7 @@ class StateBeside:
         inside = {id(layer) for layer in model.modules()}
         own = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
         self._before = [
-            (layer, name, tensor, _version(tensor))
+            (layer, name, tensor, version_of(tensor))
             for layer in _modules()
             if id(layer) not in inside
             for name, tensor in _tensors(layer).items()
@@ -29,7 +29,7 @@ class StateBeside:
         """Return the class of a module and its tensor, as in "Centre.mean", if one has changed; None if none has."""
         for layer, name, tensor, version in self._before:
             now = _tensors(layer).get(name)
-            if now is not tensor or _version(now) != version:
+            if now is not tensor or version_of(now) != version:
                 return f"{type(layer).__name__}.{name}"
         return None
 
@@ -55,5 +55,6 @@ def _tensors(layer: nn.Module) -> dict[str, Tensor]:
         return {}
 
 
-def _version(tensor: Tensor) -> int:
+def version_of(tensor: Tensor) -> int:
+    """Return how often operations have changed a tensor in place; 0 if torch does not count it."""
     return 0 if is_lazy(tensor) or tensor.is_inference() else tensor._version

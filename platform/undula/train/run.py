@@ -22,8 +22,8 @@ from undula.data.script.pickling import unpickled
 from undula.data.stored.maps import SampleFunction
 from undula.errors import UsageError
 from undula.plan.plan import Plan
-from undula.state.events import LogEvent
-from undula.state.goals import LOSS
+from undula.state.events import LogEvent, WarningEvent
+from undula.state.goals import LOSS, GoalSpec, StopSpec
 from undula.state.pieces import RankState
 from undula.train.loop import TrainingLoop
 from undula.train.parts import GivenParts, require_functions
@@ -74,6 +74,12 @@ class Run:
     def virtual_workers(self) -> int:
         """Number of virtual workers of the plan, which is known before the data are."""
         return self._session.job.plan.virtual_workers
+
+    @property
+    def goals(self) -> Mapping[str, GoalSpec | StopSpec | None]:
+        """Goals of the job by the key of the setting; None for those that it does not have."""
+        job = self._session.job
+        return {"stop": job.stop, "checkpoint.keep_best": job.checkpoint.keep_best}
 
     @property
     def means(self) -> Mapping[str, float]:
@@ -218,6 +224,16 @@ class Run:
         """Record numbers by name between two steps or after the last, as an event of the newest step. All ranks may call this."""
         loop = self._begun("log")
         loop.attempt.report(LogEvent({name: float(value) for name, value in values.items()}, step=loop.done))
+
+    def warn_of_state(self, name: str) -> None:
+        """Record an event which says that a step changes a tensor beside the model, for adapters. All ranks may call this."""
+        loop = self._begun("warn_of_state")
+        loop.attempt.report(WarningEvent("state_beside_model", name, step=loop.done))
+
+    @property
+    def has_weights_of_step(self) -> bool:
+        """Whether the parameters are those of the newest step, while its validation or `after_step` runs. This waits for the device."""
+        return self._begun("has_weights_of_step").model.baseline.is_intact
 
     def save(self) -> None:
         """Ask for a checkpoint at the end of the next step that is committed, in addition to those of `checkpoint.every_steps`."""

@@ -149,7 +149,7 @@ REFUSED: dict[str, tuple[Script, str]] = {
     ),
     "a gradient of the script's own": (
         Script(in_batch=lambda model, step: torch.autograd.grad(model(torch.ones(1, 1)).sum(), model.parameters())),
-        "called torch.autograd.grad() or loss.backward() itself",
+        "loss.backward() or torch.autograd.grad() was called in a batch",
     ),
     "a change of a gathered weight": (
         Script(in_batch=change_gathered),

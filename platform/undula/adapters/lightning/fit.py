@@ -9,6 +9,7 @@ from torch.utils._pytree import tree_map_only
 from torch.utils.data import DataLoader
 
 from undula.adapters.lightning.data import Data, refuse_difference
+from undula.adapters.lightning.goals import goals_of_run
 from undula.adapters.lightning.hooks import Hooks
 from undula.adapters.lightning.library import name_of
 from undula.adapters.lightning.stand_in import FitTrainer
@@ -22,6 +23,8 @@ from undula.train.step import Step
 if TYPE_CHECKING:
     from pytorch_lightning import Callback, LightningDataModule, LightningModule
 
+WATCHED_STEPS = 3
+"""Number of steps at the begin of a run in which a change of a tensor beside the model is an event."""
 LOSS = "loss"
 """Name of the loss in the result of a step, and among the means of a validation."""
 
@@ -58,7 +61,7 @@ def fit(
             f"fit() got {name_of(run)} in place of the run; call fit(run, module, datamodule) in the train function, which gets the run"
         )
     loaders = {"train_dataloader": train_dataloaders, "val_dataloader": val_dataloaders}
-    hooks = Hooks(module, loaders, datamodule, callbacks, run.virtual_workers, run.rank, run.device)
+    hooks = Hooks(module, loaders, datamodule, callbacks, run.virtual_workers, run.rank, run.device, goals_of_run(run))
     _Fit(run, hooks).train(name)
     return hooks.trainer
 
@@ -79,6 +82,8 @@ class _Fit:
         self._begun_epochs = 0
         """Number of epochs whose on_train_epoch_start was called, which is part of the run's state."""
         self._epoch_is_open = False
+        self._warned: set[str] = set()
+        """Tensors beside the model of which an event says that they change."""
         self._validated_batches: int | None = None
         """Number of batches that this rank has validated; None outside of a validation."""
 
@@ -143,6 +148,7 @@ class _Fit:
             if not has_started:
                 trainer.sanity_checking = False
                 self._hooks.call("on_train_start")
+                self._hooks.own_tensors.take()
                 has_started = True
             self._train_step(step)
         if self._epoch_is_open:
@@ -178,6 +184,16 @@ class _Fit:
         trainer.global_step = step.index + step.merged_steps
         assert last is not None
         self._end_batch(*last)
+        if step.index < WATCHED_STEPS:
+            self._warn_of_state(is_first=step.index == 0)
+
+    def _warn_of_state(self, is_first: bool) -> None:
+        """Report tensors in attributes that a step changes. After the first step, one that is replaced may be an output that is shown."""
+        for each in self._hooks.own_tensors.moved():
+            is_state = each.is_in_place or (is_first and not each.is_new)
+            if is_state and not each.in_module and each.name not in self._warned:
+                self._warned.add(each.name)
+                self._run.warn_of_state(each.name)
 
     def _train_batch(self, step: Step, batch: Any, index: int, is_first: bool) -> dict[str, Any]:
         """Run a micro-batch, and return what callbacks get as its outputs."""
@@ -245,8 +261,20 @@ class _Fit:
                 "validation_step() neither logs val_loss, or a single value whose name has loss in it, nor returns a loss, of which a run "
                 "needs the mean; add self.log('val_loss', loss)"
             )
+        self._check_goals({**means, LOSS: loss})
         return {**means, LOSS: loss}
 
+    def _check_goals(self, means: Mapping[str, Any]) -> None:
+        """Check that a validation has the metrics of the job's goals, before the hooks at its end, which may log them too late."""
+        for key, goal in self._run.goals.items():
+            if goal and goal.metric not in means:
+                raise UsageError(
+                    f"{key} has metric {goal.metric!r}, but validation_step() logs {sorted(means)}; set one of these, or log "
+                    f"{goal.metric!r} in validation_step(), as the mean over the samples of the batch or as a metric of torchmetrics "
+                    "itself, because on_validation_epoch_end() and other hooks belong to no batch"
+                )
+
+    @torch.no_grad()
     def _begin_validation(self) -> None:
         if self._validated_batches is not None:
             return
@@ -254,9 +282,13 @@ class _Fit:
         self._trainer.training, self._trainer.validating = False, True
         if self._trainer.sanity_checking:
             self._hooks.call("on_sanity_check_start")
+        moved = [] if self._trainer.sanity_checking else self._hooks.own_tensors.moved()
         self._hooks.call("on_validation_start")
         self._hooks.call("on_validation_epoch_start")
+        if moved and not self._run.has_weights_of_step:
+            self._hooks.own_tensors.refuse_average(moved)
 
+    @torch.no_grad()
     def _end_validation(self, means: Mapping[str, float]) -> None:
         """Call the last hooks of a validation, if there was one.
 
@@ -272,6 +304,7 @@ class _Fit:
         self._hooks.call("on_validation_end")
         if self._trainer.sanity_checking:
             self._hooks.call("on_sanity_check_end")
+        self._hooks.own_tensors.take()
         self._validated_batches = None
         self._trainer.training, self._trainer.validating = True, False
 

@@ -10,11 +10,16 @@ from typing import Any
 import torch
 
 from undula.adapters.lightning.data import Data
+from undula.adapters.lightning.goals import Goals, problem_with
 from undula.adapters.lightning.library import Library, Schedulers, name_of
+from undula.adapters.lightning.own_tensors import OwnTensors
 from undula.adapters.lightning.stand_in import FitTrainer
 from undula.adapters.refusals import CALLBACKS, DISPLAYS, MODULE_HOOKS, refused_override
 from undula.errors import UsageError
 from undula.plan.plan import Plan
+
+OF_GOALS = ("EarlyStopping", "ModelCheckpoint")
+"""Callbacks of Lightning that are left out if the job does their work."""
 
 
 class Hooks:
@@ -28,6 +33,7 @@ class Hooks:
         virtual_workers: Number of virtual workers of the plan.
         rank: Rank of this process.
         device: Device of this process.
+        goals: Goals of the job; None if the driver has compared them with the callbacks.
 
     Raises:
         UsageError: A run does not support something in the module or its callbacks.
@@ -42,13 +48,18 @@ class Hooks:
         virtual_workers: int,
         rank: int,
         device: torch.device,
+        goals: Goals | None = None,
     ):
         self.library = library = Library.of(module)
         _check_module(module, library)
         own = module.configure_callbacks()
         given = [*callbacks, *(own if isinstance(own, Sequence) else [own])]
-        _check_callbacks(given)
-        self.callbacks = [callback for callback in given if not _named(callback, DISPLAYS)]
+        _check_callbacks(given, goals)
+        self.callbacks = [callback for callback in given if not _named(callback, (*DISPLAYS, *OF_GOALS))]
+        self.own_tensors = OwnTensors(
+            module, [each for each in self.callbacks if not library.is_overridden("state_dict", each)]
+        )
+        """Tensors that no checkpoint has."""
         self._loaders = dict(loaders)
         if isinstance(loaders["train_dataloader"], library.datamodule_class):
             datamodule, self._loaders["train_dataloader"] = loaders["train_dataloader"], None
@@ -230,18 +241,20 @@ def _check_module(module: Any, library: Library) -> None:
             )
 
 
-def _check_callbacks(callbacks: Sequence[Any]) -> None:
-    """Refuse callbacks whose work a run does itself or cannot resume.
+def _check_callbacks(callbacks: Sequence[Any], goals: Goals | None) -> None:
+    """Refuse callbacks whose work a run does itself or cannot resume, unless the job has the same goals.
 
     Raises:
         UsageError: There is one.
     """
-    refused = [
-        f"fit() got the callback {type(callback).__name__}, which a run does not take; {CALLBACKS[name]}"
-        for callback in callbacks
-        if (name := _named(callback, CALLBACKS))
-    ]
-    if refused:
+    problems = []
+    for callback in callbacks:
+        if _named(callback, OF_GOALS):
+            problems.append(problem_with(callback, goals))
+        elif name := _named(callback, CALLBACKS):
+            got = f"fit() got the callback {type(callback).__name__}, which a run does not take"
+            problems.append(f"{got}; {CALLBACKS[name]}")
+    if refused := list(filter(None, problems)):
         raise UsageError(". ".join(refused))
 
 

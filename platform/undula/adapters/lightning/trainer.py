@@ -11,6 +11,7 @@ import torch
 
 from undula.adapters.lightning.data import Data
 from undula.adapters.lightning.fit import fit
+from undula.adapters.lightning.goals import goals_of_settings
 from undula.adapters.lightning.hooks import Hooks
 from undula.adapters.lightning.library import Library
 from undula.adapters.lightning.stand_in import FitTrainer
@@ -166,9 +167,9 @@ class Trainer:
             return
         refuse_later(sys._getframe(1), "Trainer", [*dir(self), *AFTERWARDS], LIGHTNING_METHODS)
         loaders = {"train_dataloader": train_dataloaders, "val_dataloader": val_dataloaders}
-        self._offer(
-            Hooks(model, loaders, datamodule, self._callbacks, here.virtual_workers, here.rank, here.device), here
-        )
+        goals = goals_of_settings(here.given)
+        place_of_hooks = here.virtual_workers, here.rank, here.device
+        self._offer(Hooks(model, loaders, datamodule, self._callbacks, *place_of_hooks, goals), here)
 
     def _offer(self, hooks: Hooks, here: Place) -> NoReturn:
         """End the script in the driver, which then knows what the job needs."""

@@ -79,7 +79,7 @@ class UnitSum:
     def _require_open(self) -> None:
         if not self._is_open:
             raise UsageError(
-                "the script called torch.autograd.grad() or loss.backward() itself, which reduces the gradients of a sharded model; add "
+                "loss.backward() or torch.autograd.grad() was called in a batch, where it reduces the gradients of a sharded model; add "
                 "the loss to that of step.backward(), or set sharding.stage=0"
             )
 

@@ -348,7 +348,7 @@ _WARNINGS: Mapping[WarningCode, str] = {
     "sync_batch_norm": "SyncBatchNorm takes its statistics over the samples of each virtual worker, as BatchNorm does, because over all "
     "workers they would depend on the number of workers: {detail}; use BatchNorm to avoid this message.",
     "state_beside_model": "A step changes {detail}, which is no part of the model: it begins anew after a resume and, if batches "
-    "change it, depends on the number of workers; make its module a part of the one that run.model() gets.",
+    "change it, depends on the number of workers; make its module a part of the one that run.model() gets, or keep it in a buffer there.",
     "no_room_for_state": "The head has no room for the state of the workers that leave, so it is saved to storage.",
     "unfinished_work": "The state after step {detail} is not used, because the group ended while the script worked after step.update() "
     "or had other weights in the model; the run resumes from an older state. With run.state(), a script can repeat such work.",
