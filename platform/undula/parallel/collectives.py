@@ -1,12 +1,12 @@
 """Collectives of torch.distributed over the ranks of a process group."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import TypeAlias
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from undula.errors import UsageError
 from undula.state.checkpoint import SAVING
@@ -51,10 +51,10 @@ def any_rank(flag: bool, group: dist.ProcessGroup) -> bool:
     return bool(flags)
 
 
-def broadcast_from_rank_0(module: nn.Module, group: dist.ProcessGroup) -> None:
-    """Copy the parameters and buffers of rank 0 to every other rank."""
+def broadcast_from_rank_0(tensors: Iterable[Tensor], group: dist.ProcessGroup) -> None:
+    """Copy tensors of rank 0 to every other rank."""
     if dist.get_world_size(group) > 1:
-        for tensor in [*module.parameters(), *module.buffers()]:
+        for tensor in tensors:
             own = tensor.detach()
             sent = own.contiguous()
             dist.broadcast(as_bytes(sent), group=group, group_src=0)

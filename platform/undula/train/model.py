@@ -16,10 +16,12 @@ from undula.parallel.compile import compile_forward, watch_compilation
 from undula.parallel.engines.engine import Engine
 from undula.parallel.engines.select import MakeEngine
 from undula.parallel.layout import Layout
+from undula.parallel.materialize import is_on_meta
 from undula.parallel.precision import cpu_problem, dtype_of
 from undula.plan.plan import Plan
 from undula.recovery.progress import Progress
 from undula.state.events import WarningEvent
+from undula.state.pieces import is_sharded
 from undula.train.job import Job
 
 _WRAPPERS = (DataParallel, DistributedDataParallel)
@@ -54,7 +56,7 @@ def place_model(module: nn.Module, job: Job, plan: Plan, layout: Layout, make_en
     """
     if layout.device.type == "cpu" and (problem := cpu_problem(job.precision.compute)):
         raise UsageError(problem)
-    _check_module(module)
+    _check_module(module, bool(job.sharding.stage) or is_sharded(module))
     replaced = replace_sync_batch_norm(module)
     warnings = (WarningEvent("sync_batch_norm", ", ".join(replaced) or "the model itself"),) if replaced else ()
     undo: list[Callable[[], None]] = []
@@ -72,12 +74,17 @@ def place_model(module: nn.Module, job: Job, plan: Plan, layout: Layout, make_en
     return PlacedModel(model, engine, warnings, tuple(reversed(undo)))
 
 
-def _check_module(module: nn.Module) -> None:
+def _check_module(module: nn.Module, is_sharded: bool) -> None:
     if lazy := [
         name for name, parameter in module.named_parameters() if isinstance(parameter, nn.UninitializedParameter)
     ]:
         raise UsageError(
             f"run.model() got a module whose parameter {lazy[0]!r} has no shape yet; run a batch through the module first"
+        )
+    if not is_sharded and is_on_meta(module):
+        raise UsageError(
+            "run.model() got a module on the meta device, whose weights have no values; make it on the CPU, or set sharding.stage, with "
+            "which each of its units is drawn with reset_parameters()"
         )
     if wrapper := next((part for part in module.modules() if isinstance(part, _WRAPPERS)), None):
         raise UsageError(

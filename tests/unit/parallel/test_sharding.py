@@ -17,6 +17,7 @@ from undula.errors import UsageError
 from undula.parallel.engines.engine import Engine
 from undula.parallel.engines.select import make_engine
 from undula.parallel.layout import Layout, join_layout
+from undula.parallel.materialize import problem_of_meta
 from undula.parallel.reduce.unit_sum import InterleavedUnitSum
 from undula.parallel.sharding import problem_of_sharding
 from undula.parallel.spec import EngineSettings, ShardingSpec
@@ -291,3 +292,39 @@ def test_a_rank_holds_slices_of_the_gradient_alone(stage: int) -> None:
     """Beside the unit that it is at, these are 1 + log2(8) slices of a half at most."""
     for most in on_ranks(2, _most_held, stage):
         assert most < (1 + 3) / 2 * 1.1
+
+
+class Drawn(nn.Module):
+    """Model with tied weights, a buffer, and units."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.output = nn.Embedding(13, 6), nn.Linear(6, 13, bias=False)
+        self.output.weight = self.embedding.weight
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6)) for _ in range(2))
+
+
+def _drawn(rank: int, world_size: int, stage: int) -> dict[str, Any]:
+    torch.manual_seed(rank)  # the weights are those of rank 0
+    with torch.device("meta"):
+        module = Drawn()
+    engine = engine_steps.placed(module, rank, world_size, 4, sharding=ShardingSpec(stage))  # type: ignore[arg-type]
+    assert module.output.weight is module.embedding.weight
+    return {name: whole(tensor) for name, tensor in engine.module.state_dict().items()}
+
+
+def test_a_model_without_memory_is_drawn_unit_by_unit_with_the_same_weights_at_any_number_of_ranks() -> None:
+    (expected,) = on_ranks(1, _drawn, 3)
+    assert len({str(value) for value in expected.values()}) > 6, "the weights were not drawn"
+    for world_size, stage in ((2, 3), (3, 1)):
+        assert on_ranks(world_size, _drawn, stage) == [expected] * world_size
+
+
+def test_a_model_without_memory_whose_weights_cannot_be_drawn_is_refused() -> None:
+    with torch.device("meta"):
+        module = nn.Sequential(nn.Linear(2, 2), Block())
+    message = problem_of_meta(module)
+    assert message is not None
+    assert message.startswith(
+        "run.model() got a module on the meta device whose layer '1', a Block, has no reset_parameters(), with"
+    )

@@ -73,7 +73,7 @@ class Engine:
             The module that the script calls.
         """
         module = module.to(self.layout.device)
-        broadcast_from_rank_0(module, self.layout.everyone)
+        broadcast_from_rank_0([*module.parameters(), *module.buffers()], self.layout.everyone)
         self._attach(module)
         return module
 

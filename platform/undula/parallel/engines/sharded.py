@@ -16,6 +16,7 @@ from undula.parallel.capabilities import SHARDED
 from undula.parallel.collectives import broadcast_from_rank_0
 from undula.parallel.engines.engine import Engine
 from undula.parallel.layout import Layout
+from undula.parallel.materialize import is_on_meta, materialize, own_layers, problem_of_meta
 from undula.parallel.precision import dtype_of
 from undula.parallel.reduce.sharded import ShardedAccumulator
 from undula.parallel.sharded_numbers import refuse_local_numbers
@@ -53,9 +54,13 @@ class ShardedEngine(Engine):
         """
         if is_sharded(module):
             self._check_sharded(module)
+        elif is_on_meta(module):
+            if problem := problem_of_meta(module):
+                raise UsageError(problem)
+            self._shard(module)
         else:
             module = module.to(self.layout.device)
-            broadcast_from_rank_0(module, self.layout.everyone)
+            broadcast_from_rank_0([*module.parameters(), *module.buffers()], self.layout.everyone)
             self._former = {name: weakref.ref(parameter) for name, parameter in module.named_parameters()}
             self._shard(module)
         for part in _parts(module):
@@ -83,10 +88,21 @@ class ShardedEngine(Engine):
         mesh = DeviceMesh.from_group(self.layout.shards, self.layout.device.type)
         # Outputs of units remain in 16 bits, so that the next unit need not convert them.
         policy = partial(MixedPrecisionPolicy, self._gathered_in, torch.float32 if self._gathered_in else None)
-        for unit in units_of(module, self._sharding.units).values():
+        units = list(units_of(module, self._sharding.units).values())
+        for unit in units:
+            self._make_real(unit, units)
             fully_shard(unit, mesh=mesh, reshard_after_forward=self._sharding.stage == 3, mp_policy=policy())
         output = torch.float32 if self._gathered_in else None
+        self._make_real(module, units)
         fully_shard(module, mesh=mesh, reshard_after_forward=False, mp_policy=policy(output_dtype=output))
+
+    def _make_real(self, module: nn.Module, units: Sequence[nn.Module]) -> None:
+        """Draw the weights of a module, without those of units inside it, if it is on the meta device."""
+        layers = list(own_layers(module, units))
+        if any(is_on_meta(layer) for layer in layers):
+            materialize(layers, self.layout.device)
+            tensors = [each for layer in layers for each in (*layer._parameters.values(), *layer._buffers.values())]
+            broadcast_from_rank_0([each for each in tensors if each is not None], self.layout.everyone)
 
     @property
     def _gathered_in(self) -> torch.dtype | None:
