@@ -36,15 +36,16 @@ def materialize(layers: Iterable[nn.Module], device: torch.device) -> None:
     """
     real: dict[nn.Parameter, nn.Parameter] = {}
     for layer in layers:
-        places = [(name, parameter) for name, parameter in layer._parameters.items() if parameter is not None]
-        for name, parameter in places:
+        parameters = list(layer.named_parameters(recurse=False, remove_duplicate=False))
+        buffers = list(layer.named_buffers(recurse=False, remove_duplicate=False))
+        for name, parameter in parameters:
             if parameter not in real:
                 values = torch.empty_like(parameter, device=device)
                 real[parameter] = nn.Parameter(values, requires_grad=parameter.requires_grad)
-            layer._parameters[name] = real[parameter]
-        for name, buffer in layer._buffers.items():
-            layer._buffers[name] = None if buffer is None else torch.empty_like(buffer, device=device)
-        if places or layer._buffers:
+            setattr(layer, name, real[parameter])
+        for name, buffer in buffers:
+            setattr(layer, name, torch.empty_like(buffer, device=device))
+        if parameters or buffers:
             reset: Callable[[], object] = layer.reset_parameters  # type: ignore[assignment]
             reset()
 

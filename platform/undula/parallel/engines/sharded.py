@@ -101,8 +101,12 @@ class ShardedEngine(Engine):
         layers = list(own_layers(module, units))
         if any(is_on_meta(layer) for layer in layers):
             materialize(layers, self.layout.device)
-            tensors = [each for layer in layers for each in (*layer._parameters.values(), *layer._buffers.values())]
-            broadcast_from_rank_0([each for each in tensors if each is not None], self.layout.everyone)
+            tensors = [
+                tensor
+                for layer in layers
+                for tensor in (*layer.parameters(recurse=False), *layer.buffers(recurse=False))
+            ]
+            broadcast_from_rank_0(tensors, self.layout.everyone)
 
     @property
     def _gathered_in(self) -> torch.dtype | None:
