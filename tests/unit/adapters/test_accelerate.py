@@ -90,11 +90,14 @@ def test_losses_and_results_are_those_of_accelerate(
     assert [each.values["accuracy"] for each in logged] == [each["accuracy"] for each in found]
 
 
-def test_a_script_trains_the_same_at_any_world_size(tmp_path: Path) -> None:
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_script_trains_the_same_at_any_world_size(tmp_path: Path, stage: int) -> None:
+    """With a sharded model, for which the optimizer gets other parameters than the script has given it, as with a whole one."""
     found = []
     for world_size in (1, 2):
         name = f"ranks{world_size}"
-        settings = ("plan.virtual_workers=2", "deterministic=true")
+        sharding = f"sharding.stage={stage if world_size == 2 else 0}"
+        settings = ("plan.virtual_workers=2", "deterministic=true", sharding)
         store = train_after(
             tmp_path, name, *settings, world_size=world_size, arguments="--shuffle --dropout 0.1 --epochs 2"
         )

@@ -195,7 +195,9 @@ class Accelerator(Processes):
         def give(run: Run) -> None:
             loader = training.loader
             run.dataset(training.dataset, collate_fn=loader.collate_fn, num_workers=loader.num_workers)
+            former = {parameter: name for name, parameter in model.named_parameters()}
             run.model(model)
+            optimizer.follow(former, dict(model.named_parameters()))
 
         if self._run is None:
             if "plan.max_steps" not in place().given:
