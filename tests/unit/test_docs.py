@@ -1,11 +1,13 @@
 """Tests that the docs agree with the code."""
 
+import json
 import re
 from pathlib import Path
 
 import pytest
 
 from undula.cli.reference import markdown
+from undula.config.deepspeed import as_yaml, convert
 from undula.config.job import load_spec
 
 ROOT = Path(__file__).parents[2]
@@ -35,6 +37,13 @@ def test_links_between_the_docs_are_valid() -> None:
     ]
     assert (ROOT / "README.md", "docs/quickstart.md") in links
     assert [f"{page.name}: {target}" for page, target in links if not (page.parent / target).exists()] == []
+
+
+def test_the_documented_conversion_of_a_deepspeed_configuration_is_up_to_date() -> None:
+    """If it fails, run `undula convert deepspeed` on the configuration above it."""
+    section = (ROOT / "docs" / "sharding.md").read_text().split("## A DeepSpeed configuration that you already have")[1]
+    config, printed = (section.split(f"```{language}\n")[1].split("```")[0] for language in ("json", "yaml"))
+    assert printed == as_yaml(convert(json.loads(config)), "ds.json")
 
 
 @pytest.mark.parametrize(("title", "study"), [("**SGD on", "lr-study-sgd"), ("**AdamW on", "lr-study-adamw")])

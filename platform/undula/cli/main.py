@@ -11,6 +11,7 @@ from undula.cli.build_horovod import build_horovod
 from undula.cli.chaos import chaos
 from undula.cli.cluster import cluster
 from undula.cli.compare import compare
+from undula.cli.convert import convert
 from undula.cli.data import data
 from undula.cli.doctor import doctor
 from undula.cli.export import export
@@ -53,6 +54,7 @@ for command in (
     report,
     compare,
     export,
+    convert,
     study,
     bench,
     chaos,

@@ -321,3 +321,17 @@ def write_planned_run(folder: Path, data: Path) -> None:
         digest = multiset_digest(planned.step_ids(step))
         ledger.step(StepRow(1, step, 0, (step + 1) * 6, 6, 1, 1.0, 0.1, 0.1, 0.1, 0.1, 0.1, digest, float(step)))
     ledger.close()
+
+
+def test_convert_deepspeed_writes_a_job_once(undula: Command, tmp_path: Path) -> None:
+    (tmp_path / "ds.json").write_text(json.dumps({"train_batch_size": 64, "gradient_clipping": 1.0}))
+    shown = undula("convert", "deepspeed", tmp_path / "ds.json", "--virtual-workers", 8)
+    assert (shown.status, shown.err) == (0, "")
+    job = tmp_path / "job.yaml"
+    written = undula("convert", "deepspeed", tmp_path / "ds.json", "--virtual-workers", 8, "--out", job)
+    assert (written.status, written.out, job.read_text()) == (0, f"{job}\n", shown.out)
+    assert load_spec(job, ["name=run"]).spec.plan.virtual_workers == 8
+    again = undula("convert", "deepspeed", tmp_path / "ds.json", "--out", job)
+    problem = f"undula: command line: --out {job} exists, and is not overwritten; give another file\n"
+    assert (again.status, again.out, again.err) == (2, "", problem)
+    assert job.read_text() == shown.out
