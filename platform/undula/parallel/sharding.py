@@ -124,7 +124,7 @@ def set_up_optimizer(
         if group.get("fused") and is_chosen:
             raise UsageError(
                 f"sharding.stage cannot be combined with {kind.__name__}(fused=True), whose results on shards are others than those on "
-                'whole parameters; remove fused=True, or set optim="adamw_torch" for the Trainer of Hugging Face'
+                "whole parameters; remove fused=True"
             )
         # For whole parameters on a GPU, torch chooses lists by itself, and for shards never.
         if "foreach" in group and group["foreach"] is None and not group.get("fused"):

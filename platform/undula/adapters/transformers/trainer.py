@@ -135,6 +135,11 @@ class ElasticMixin(_Base):  # type: ignore[misc]
         here = place()
         if here.run is not None:
             return
+        if here.given.get("sharding.stage"):
+            raise SpecError(
+                "sharding.stage cannot be combined with the Trainer of Hugging Face, which saves whole models on one worker; set it to 0, "
+                "or train with undula.main, Accelerate or Lightning"
+            )
         if self.train_dataset is None:
             raise SpecError("the Trainer has no train_dataset, but a job trains; give it one")
         check_datasets(self.train_dataset, self.eval_dataset)
