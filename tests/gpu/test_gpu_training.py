@@ -19,7 +19,7 @@ from conformance_cases import ALL, write_job
 from numbers_job import numbers_job
 from torch import Tensor
 
-from undula.parallel.spec import ActivationsSpec
+from undula.parallel.spec import ActivationsSpec, ShardingSpec
 from undula.plan.precision import PrecisionSpec
 from undula.recovery.snapshot_writer import COST, SnapshotWriter
 from undula.state.events import SnapshotEvent
@@ -99,6 +99,20 @@ def test_each_policy_for_activations_gives_the_same_losses_in_less_memory(
 
 
 @pytest.mark.skipif(which("g++") is None, reason="g++ is not installed")
+def test_a_sharded_model_has_the_bits_of_a_whole_one(any_device: torch.device, tmp_path: Path) -> None:
+    found = {}
+    for stage in (0, 1, 3):
+        sharding = ShardingSpec(stage)  # type: ignore[arg-type]
+        job = replace(gpt_job(tmp_path / str(stage), EPOCH // 8), sharding=sharding, deterministic=True)
+        try:
+            SingleProcess(train, job, lambda message: None, device=any_device)()
+        finally:
+            torch.use_deterministic_algorithms(False)
+        steps = read_ledger(open_store(job.run_url)).steps
+        found[stage] = [steps[name].to_pylist() for name in ("loss", "grad_norm", "weights_digest")]
+    assert found[0] == found[1] == found[3]
+
+
 def test_a_compiled_run_resumes_exactly_after_every_step(any_device: torch.device, tmp_path: Path) -> None:
     check(ALL["plain"], write_job(tmp_path), "plan.max_steps=2", "compile=true", "deterministic=true")
 
