@@ -33,5 +33,5 @@ def _number(operation: object, arguments: tuple[Any, ...], keywords: object) -> 
 def _random(operation: object, arguments: object, keywords: object) -> NoReturn:
     raise UsageError(
         f"the script drew random numbers of the shape of a sharded tensor ({operation}), which depend on the number of workers; draw them "
-        "before run.model(), or of the whole shape with torch.randn(tensor.shape)"
+        "before run.model(), or of the shape of the whole tensor"
     )

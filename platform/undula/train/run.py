@@ -233,7 +233,7 @@ class Run:
     @property
     def has_weights_of_step(self) -> bool:
         """Whether the parameters are those of the newest step, while its validation or `after_step` runs. This waits for the device."""
-        return self._begun("has_weights_of_step").model.baseline.is_intact
+        return self._loop is None or self._loop.model.baseline.is_intact
 
     def save(self) -> None:
         """Ask for a checkpoint at the end of the next step that is committed, in addition to those of `checkpoint.every_steps`."""

@@ -49,6 +49,7 @@ BEFORE_THE_MODEL: Uses = {
     "restore": lambda run: run.restore(),
     "log": lambda run: run.log({"x": 1.0}),
     "save": lambda run: run.save(),
+    "warn_of_state": lambda run: run.warn_of_state("Average.values"),
     "stop": lambda run: run.stop("it is enough"),
     "validated": lambda run: run.validated({"loss": 1.0}, 3),
     "copies": lambda run: run.copies(),
@@ -56,7 +57,7 @@ BEFORE_THE_MODEL: Uses = {
     "free": lambda run: run.free(),
 }
 """A use of each method of a run that a script may call before `run.model`."""
-BETWEEN_STEPS = ("keep", "gather", "alive", "log", "save", "validated", "copies", "stop")
+BETWEEN_STEPS = ("keep", "gather", "alive", "log", "save", "warn_of_state", "validated", "copies", "stop")
 """Methods of a run that a script may call after a step."""
 
 
