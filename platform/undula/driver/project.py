@@ -133,7 +133,12 @@ def _imports(file: Path) -> Iterator[str]:
     """Yield the names of the top-level packages that a file imports. A file that is no Python has none."""
     try:
         tree = ast.parse(file.read_bytes())
-    except (SyntaxError, ValueError, OSError):
+    except (
+        SyntaxError,
+        ValueError,
+        OSError,
+        SystemError,
+    ):  # the last one if another thread parses at the same time, in Python 3.11
         return
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
