@@ -133,13 +133,8 @@ def _imports(file: Path) -> Iterator[str]:
     """Yield the names of the top-level packages that a file imports. A file that is no Python has none."""
     try:
         tree = ast.parse(file.read_bytes())
-    except (
-        SyntaxError,
-        ValueError,
-        OSError,
-        SystemError,
-    ):  # the last one if another thread parses at the same time, in Python 3.11
-        return
+    except (SyntaxError, ValueError, OSError, SystemError):
+        return  # a SystemError comes from Python 3.11 if another thread parses at the same time
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from (alias.name.partition(".")[0] for alias in node.names)

@@ -17,7 +17,7 @@ class PrecisionSpec:
 
     compute: Compute = "fp32"
     """Format of the forward and the backward pass. With bf16 and fp16, the model runs under torch.autocast, in training and in validation,
-    and returns fp32. A model that the script has sharded gets FSDP2's mixed precision, with gradients reduced in fp32."""
+    and returns fp32. With `sharding.gather: compute`, a sharded model gets FSDP2's mixed precision instead."""
     loss_scale: Literal["dynamic"] | Annotated[float, Gt(0)] = "dynamic"
     """Factor on the loss with `compute: fp16`, which keeps small gradients from becoming 0: `dynamic` for torch.amp.GradScaler's rule, or a
     fixed power of two. A step whose gradient overflows is skipped on all workers: it counts with its samples, but the weights stay."""

@@ -158,9 +158,12 @@ _of_script: tuple[list[logging.Handler], int] = [], logging.WARNING
 
 @contextmanager
 def logging_of_script() -> Iterator[None]:
-    """Let the script configure the root logger in a block, and keep what it has configured for `output_to_driver`."""
+    """Let the script configure the root logger in a block, as in a new process, and keep what it has configured for `output_to_driver`."""
     global _of_script
+    _of_script = [], logging.WARNING
     with output_to_driver(lambda message: None, 0):
+        logging.root.handlers.clear()  # those that the script has added for a former group, which it adds again
+        logging.root.setLevel(logging.WARNING)
         yield
     _of_script = [*logging.root.handlers], logging.root.level
 

@@ -206,8 +206,7 @@ def check_on_ranks(
     """Check that a run on ranks in separate processes is unchanged by two SIGKILLs, departures, growth and a resubmission.
 
     The number of ranks changes between 1 and 2, and the comparison is a run on one rank. If the result may depend on the number of ranks,
-    because `deterministic=true` is missing on GPUs, it stays 2, and the comparison is an uninterrupted
-    run on 2.
+    because `deterministic=true` is missing on GPUs, it stays 2, and the comparison is an uninterrupted run on 2.
 
     Args:
         train: The script's train function. A new Python process must be able to import it by name.

@@ -77,7 +77,7 @@ class Run:
 
     @property
     def goals(self) -> Mapping[str, GoalSpec | StopSpec | None]:
-        """Goals of the job by the key of the setting; None for those that it does not have."""
+        """Goals by the key of their setting, `stop` and `checkpoint.keep_best`; None for a goal that the job does not have."""
         job = self._session.job
         return {"stop": job.stop, "checkpoint.keep_best": job.checkpoint.keep_best}
 
@@ -140,7 +140,8 @@ class Run:
     def model(self, module: nn.Module) -> nn.Module:
         """Move a module to the device, and give all ranks the weights of rank 0. If the run resumes, `steps` restores its weights.
 
-        A module that torch's `fully_shard` has sharded is not moved, and its weights are not copied between ranks.
+        With `sharding.stage`, the module is sharded over the ranks, and has other parameters afterwards. A module that the script has
+        sharded with torch's `fully_shard` is not moved, and its weights are not copied between ranks.
 
         Returns:
             The module that the script must call.

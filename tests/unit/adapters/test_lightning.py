@@ -119,20 +119,21 @@ def test_losses_and_hooks_are_those_of_lightnings_own_trainer(tmp_path: Path, sc
     assert recorded == pytest.approx([sum(losses[0][at : at + 2]) / 2 for at in range(0, 96, 2)], abs=1e-6)
 
 
-def test_the_number_of_ranks_changes_no_bit(tmp_path: Path) -> None:
+def test_neither_the_number_of_ranks_nor_sharding_changes_a_bit(tmp_path: Path) -> None:
     found = []
-    for world_size in (1, 2):
-        folder = tmp_path / str(world_size)
+    for world_size, stage in ((1, 0), (2, 0), (2, 3)):
+        folder = tmp_path / f"{world_size}-{stage}"
         folder.mkdir()
         _, script, job = blocks()
         (folder / "digits.py").write_text(script)
         (folder / "digits.yaml").write_text(job)
-        command = [sys.executable, str(folder / "digits.py"), "name=run", f"runs={folder}", "deterministic=true"]
+        settings = ("name=run", f"runs={folder}", "deterministic=true", f"sharding.stage={stage}")
+        command = [sys.executable, str(folder / "digits.py"), *settings]
         store = train_alone(command, world_size)
         ledger = read_ledger(store)
         means = [(event.step, event.loss, event.means) for event in events_of(ledger.events, ValidationEvent)]
         found.append((ledger.steps["loss"].to_pylist(), ledger.steps["weights_digest"].to_pylist(), means))
-    assert found[0] == found[1]
+    assert found[0] == found[1] == found[2]
     assert len(found[0][0]) == 24
 
 

@@ -145,11 +145,11 @@ REFUSED: dict[str, tuple[Script, str]] = {
     ),
     "reentrant checkpoints of a unit that runs twice": (
         Script(placed=lambda model: setattr(model, "twice", True)),
-        "in several parts, where torch's fully_shard is wrong",
+        "in several parts, which torch's fully_shard adds up wrongly",
     ),
     "a gradient of the script's own": (
         Script(in_batch=lambda model, step: torch.autograd.grad(model(torch.ones(1, 1)).sum(), model.parameters())),
-        "loss.backward() or torch.autograd.grad() was called in a batch",
+        "loss.backward() or torch.autograd.grad() was called in place of step.backward()",
     ),
     "a change of a gathered weight": (
         Script(in_batch=change_gathered),

@@ -26,7 +26,7 @@ class PreparedOptimizer(torch.optim.Optimizer):
         """Steps of the run; None before the training begins."""
 
     def follow(self, former: Mapping[nn.Parameter, str], now: Mapping[str, nn.Parameter]) -> None:
-        """Take parameters of the same names in place of those that the run has replaced, because it has sharded the model.
+        """Replace the optimizer's parameters by the shards that have taken their place in the model, if the run has sharded it.
 
         Args:
             former: Names of the parameters that the model had before.

@@ -28,7 +28,7 @@ MAX_ELEMENTS = 10_000
 
 @dataclass(frozen=True)
 class Held:
-    """A tensor of an attribute, as it was at some time."""
+    """A tensor in an attribute, as `OwnTensors.take` has seen it."""
 
     name: str
     """Class and attribute, as in "Averages.means"."""

@@ -9,14 +9,14 @@ _UNITS = "a unit is freed after its pass and gathered again for the next one; sh
 _SMALL = "small parameters are sharded and gathered like all others of their unit"
 _OVERLAPS = "when units are gathered and gradients are sent is fixed, without a setting"
 _QUANTIZED = "a sharded model sends parameters and gradients unquantized; sharding.gather: compute halves the bytes of parameters"
-_OFFLOADED = "parameters and optimizer states stay on the GPUs, sharded; `undula plan JOB.yaml` says whether they fit"
+_OFFLOADED = "parameters and optimizer states stay on the GPUs, each worker's part of them"
 _LEDGER = "each step is in the ledger with its duration by part; `undula show RUN` prints it"
 _TENSORBOARD = "TensorBoard's files are always written, into the run directory"
 _SCALE_RULE = "the scale follows torch.amp.GradScaler"
 _RECOMPUTE = "activations.keep says what is recomputed, without calls in the script"
 _SPLIT = "a model is split over workers by sharding alone, not by tensor, sequence, pipeline or expert parallelism"
 _ELASTIC = "a run keeps its batch at any number of workers; set plan.global_batch, plan.virtual_workers, workers.min and workers.max"
-_SCRIPT = "this belongs into the script"
+_SCRIPT = "this belongs in the script"
 _BIAS = "make_optimizer always corrects the bias; make another optimizer in the script"
 
 REASONS: Mapping[str, str] = {
@@ -119,8 +119,8 @@ REASONS: Mapping[str, str] = {
     "wall_clock_breakdown": _LEDGER,
     "timers": _LEDGER,
     "dump_state": "`undula run JOB.yaml --print` prints every value with its origin",
-    "memory_breakdown": "`undula plan JOB.yaml` counts memory by part, and `undula show RUN` sets the measured peak beside it",
-    "flops_profiler": "`undula plan JOB.yaml` counts the operations of a step from the script's own model",
+    "memory_breakdown": "`undula plan JOB.yaml` counts the memory of a model that is not sharded, by part",
+    "flops_profiler": "`undula plan JOB.yaml` counts the operations of a step, without sharding",
     "comms_logger": _LEDGER,
     "tensorboard": _TENSORBOARD,
     "csv_monitor": f"{_LEDGER}, and `undula show RUN --json` writes it for programs",
@@ -129,7 +129,7 @@ REASONS: Mapping[str, str] = {
     "wandb.group": "trackers.wandb has no groups",
     "disable_allgather": "units are always gathered with all-gather",
     "elasticity": _ELASTIC,
-    "autotuning": "`undula plan JOB.yaml` compares settings without a GPU",
+    "autotuning": "`undula plan JOB.yaml` compares settings without a GPU, except those of sharding",
     "compile": "set compile: true, which compiles the units of a sharded model with torch.compile",
     "compression_training": f"pruning and quantization change the model; {_SCRIPT}",
     "quantize_training": f"quantization changes the model; {_SCRIPT}",

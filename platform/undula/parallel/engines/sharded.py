@@ -43,8 +43,6 @@ class ShardedEngine(Engine):
         self._compute = dtype_of(settings.compute)
         self._former: dict[str, weakref.ref[nn.Parameter]] = {}
         """Parameters that the shards have replaced, by name."""
-        self._passes = 0
-        """Number of backward passes of the step that are to come."""
 
     def place(self, module: nn.Module) -> nn.Module:
         """Shard a module whose weights are those of rank 0, or accept a module that the script has sharded.
@@ -131,6 +129,11 @@ class ShardedEngine(Engine):
                     "two dimensions replicates the shards; call fully_shard() without mesh, or set sharding.stage in the job's YAML "
                     "instead"
                 )
+            if shard.is_complex():
+                raise UsageError(
+                    f"run.model() got a sharded module whose parameter {name!r} is complex, which optimizers of torch can leave unchanged "
+                    "in shards; train it without fully_shard()"
+                )
             if shard.device.type != self.layout.device.type:
                 raise UsageError(
                     f"run.model() got a module whose parameter {name!r} is on {shard.device.type}, and the worker trains on "
@@ -158,7 +161,9 @@ class ShardedEngine(Engine):
             UsageError: It has other parameters, or its results on shards may be others than on whole parameters.
         """
         is_chosen = self._sharding.stage > 0
-        self.has_same_bits = set_up_optimizer(optimizer, self.parameters, self.layout.device, is_chosen)
+        is_known = set_up_optimizer(optimizer, self.parameters, self.layout.device, is_chosen)
+        # Norms in float64 depend on the split.
+        self.has_same_bits = is_known and not any(each.dtype == torch.float64 for each in self.parameters)
         super().prepare(model, optimizer)
 
     def reshard(self) -> None:

@@ -61,7 +61,7 @@ class ShardedAccumulator(Accumulator):
         """Those of which the present backward pass has computed a gradient."""
         self._counts = False
         self._all = list(module.parameters())
-        """Sharded parameters, with those that do not require a gradient: torch can still make zeros as theirs."""
+        """All sharded parameters. Torch can set zeros as the gradient also of one that no longer requires a gradient."""
         make = InterleavedUnitSum if layout.interleaves and layout.num_cells > 1 else UnitSum
         self._units = [Unit(part, places, make(layout, virtual_workers)) for part, places in _units_of(module)]
         self._hooks: list[RemovableHandle] = []
@@ -133,7 +133,8 @@ class ShardedAccumulator(Accumulator):
                 }
                 raise UsageError(
                     f"the script, or the forward pass, changed the parameter {names[parameter]} while it was gathered, where changes of a "
-                    "sharded model are lost; change it after step.update(), or set sharding.stage=0"
+                    "sharded model are lost; change it after step.update(), and run forward passes of the script's own under "
+                    "torch.no_grad(), or set sharding.stage=0"
                 )
 
     def finish(self, samples: int) -> None:
@@ -148,7 +149,7 @@ class ShardedAccumulator(Accumulator):
                     parameter.grad = _like(parameter, shard)
 
     def _place(self, micro_batch: MicroBatch) -> int:
-        """Return which of its rank's virtual workers the one of a micro-batch is."""
+        """Return the place of a micro-batch's virtual worker among those of its rank."""
         return next(
             share.index(micro_batch.virtual_worker) for share in self._shares if micro_batch.virtual_worker in share
         )
@@ -173,8 +174,8 @@ class ShardedAccumulator(Accumulator):
     def _computed(self, parameter: nn.Parameter, whole: Tensor) -> None:
         if parameter in self._computed_now:
             raise UsageError(
-                "a backward pass computed the gradient of a layer of a sharded model in several parts, where torch's fully_shard is wrong; "
-                "if the model uses activation checkpointing, set use_reentrant=False"
+                "a backward pass computed the gradient of a layer of a sharded model in several parts, which torch's fully_shard adds up "
+                "wrongly; if the model uses activation checkpointing, set use_reentrant=False"
             )
         self._computed_now.add(parameter)
         if self._counts:

@@ -79,8 +79,8 @@ class UnitSum:
     def _require_open(self) -> None:
         if not self._is_open:
             raise UsageError(
-                "loss.backward() or torch.autograd.grad() was called in a batch, where it reduces the gradients of a sharded model; add "
-                "the loss to that of step.backward(), or set sharding.stage=0"
+                "loss.backward() or torch.autograd.grad() was called in place of step.backward(), and would reduce the gradients of a "
+                "sharded model; add the loss to that of step.backward(), or set sharding.stage=0"
             )
 
     def _take(self, flat: Tensor) -> None:
@@ -152,7 +152,7 @@ class InterleavedUnitSum(UnitSum):
             self._fold_received(self._place)
 
     def _send(self, zeros: Tensor) -> None:
-        """Send slices of this rank's leaf to the others, and add theirs to those that are open."""
+        """Send each other rank its slice of this rank's leaf, and add the slices that they send to the open leaves."""
         leaf, self._leaf, self._owes = self._leaf, None, None
         counts = [int(self._place < len(share)) for share in self._shares]
         own = [zeros.contiguous() if leaf is None else leaf] if counts[self._layout.cell] else []
