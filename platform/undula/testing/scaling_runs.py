@@ -286,6 +286,7 @@ def _run(
         status = process.wait()
     finally:
         timer.cancel()
+        timer.join()  # the output of a process that is stopped ends a moment before the process does
         end(process)
     last = " | ".join(filter(None, lines))
     if is_late.is_set():
