@@ -58,6 +58,8 @@ ALLOWED: Mapping[str, Mapping[str, str]] = {
         "_modules": "parallel.parameters",
         "_nnz": "parallel.reduce.sparse",
         "_non_persistent_buffers_set": "state.model_state testing.records train.buffers",
+        "_optimizer_step_post_hooks": "recovery.update_log",
+        "_optimizer_step_pre_hooks": "recovery.update_log",
         "_orig_mod": "state.model_state",
         "_parameters": "parallel.parameters parallel.reduce.sharded",
         "_post_accumulate_grad_hooks": "train.open_gradients parallel.sharding",
@@ -70,6 +72,7 @@ ALLOWED: Mapping[str, Mapping[str, str]] = {
         "_step_count": "adapters.accelerate.prepared",
         "_timeout": "parallel.layout",
         "_values": "parallel.precision",
+        "_wrapped_by_lr_sched": "recovery.update_log",
         "_version": "parallel.host_memory parallel.recompute parallel.reduce.sharded parallel.selective train.beside "
         "train.open_gradients train.script_guard",
         "torch._C": "cluster.worker_check elastic.ray.backend parallel.selective train.open_gradients train.single_process",

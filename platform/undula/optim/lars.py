@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from undula.optim.layerwise import LayerwiseOptimizer, local, norms
+from undula.optim.layerwise import LayerwiseOptimizer, gradients, local, norms
 
 
 class LARS(LayerwiseOptimizer):
@@ -44,15 +44,17 @@ class LARS(LayerwiseOptimizer):
         settings = {"weight_decay": weight_decay, "trust_coefficient": trust_coefficient, "nesterov": nesterov}
         super().__init__(params, {"lr": lr, "momentum": momentum, **settings})
 
-    def update(self, params: list[Tensor], group: dict[str, Any]) -> None:
+    def ratios(self, params: list[Tensor], group: dict[str, Any]) -> Tensor:
+        weight_norms = norms(params)
+        denominators = norms(gradients(params)) + group["weight_decay"] * weight_norms
+        scales = group["trust_coefficient"] * weight_norms / denominators
+        return torch.where((weight_norms > 0) & (denominators > 0), scales, 1.0)
+
+    def update(self, params: list[Tensor], group: dict[str, Any], ratios: Tensor | None) -> None:
         momentum, weight_decay = group["momentum"], group["weight_decay"]
-        grads = [parameter.grad for parameter in params if parameter.grad is not None]
-        local_params, updates = local(params), local(grads)
+        local_params, updates = local(params), local(gradients(params))
         if params[0].ndim > 1:
-            weight_norms, grad_norms = norms(params), norms(grads)
-            denominators = grad_norms + weight_decay * weight_norms
-            scales = group["trust_coefficient"] * weight_norms / denominators
-            ratios = torch.where((weight_norms > 0) & (denominators > 0), scales, 1.0)
+            ratios = self.ratios(params, group) if ratios is None else ratios
             updates = list(torch._foreach_add(updates, local_params, alpha=weight_decay))
             torch._foreach_mul_(updates, list(ratios.unbind()))
         if momentum > 0:

@@ -1,7 +1,7 @@
 """What LARS and LAMB share: steps on batches of parameters, norms of whole tensors, and the check for sparse gradients."""
 
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -14,7 +14,18 @@ from undula.state.squares import square_sums
 
 
 class LayerwiseOptimizer(Optimizer):
-    """Optimizer that updates batches of parameters of one kind."""
+    """Optimizer that updates batches of parameters of one kind.
+
+    Attributes:
+        settled: Ratios that the next step takes, as `settle` computes them; None to compute them in the step.
+    """
+
+    settled: list[Tensor] | None = None
+
+    @torch.no_grad()
+    def settle(self) -> None:
+        """Compute the ratios of the next step, for which ranks with shards need each other. The step itself then needs no other rank."""
+        self.settled = [self.ratios(params, group) for group, params in self._batches() if params[0].ndim > 1]
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
@@ -22,14 +33,24 @@ class LayerwiseOptimizer(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        for group in self.param_groups:
-            for params in batches(group["params"], type(self).__name__.upper()):
-                self.update(params, group)
+        settled, self.settled = self.settled, None
+        ratios = iter(settled or ())
+        for group, params in self._batches():
+            self.update(params, group, next(ratios) if settled and params[0].ndim > 1 else None)
         return loss
 
+    def _batches(self) -> Iterator[tuple[dict[str, Any], list[Tensor]]]:
+        for group in self.param_groups:
+            for params in batches(group["params"], type(self).__name__.upper()):
+                yield group, params
+
     @abstractmethod
-    def update(self, params: list[Tensor], group: dict[str, Any]) -> None:
-        """Update a batch of parameters, given the settings of its parameter group."""
+    def ratios(self, params: list[Tensor], group: dict[str, Any]) -> Tensor:
+        """Return the ratio of each matrix of a batch in the next update; shape [parameters]. All ranks with shards must call this."""
+
+    @abstractmethod
+    def update(self, params: list[Tensor], group: dict[str, Any], ratios: Tensor | None) -> None:
+        """Update a batch of parameters, given the settings of its parameter group and, if they are known already, its ratios."""
 
 
 def batches(params: Iterable[Tensor], optimizer: str) -> list[list[Tensor]]:
@@ -61,6 +82,11 @@ def norms(tensors: Sequence[Tensor]) -> Tensor:
     The norms of all sharded tensors take one collective. They do not depend on how the tensors are sharded.
     """
     return square_sums([[tensor] for tensor in tensors]).sqrt()
+
+
+def gradients(params: Iterable[Tensor]) -> list[Tensor]:
+    """Return the gradients of the parameters of a batch, which all have one."""
+    return [parameter.grad for parameter in params if parameter.grad is not None]
 
 
 def local(tensors: Iterable[Tensor]) -> list[Tensor]:

@@ -112,7 +112,7 @@ def set_up_optimizer(
             "make the optimizer from the parameters of the model that run.model() returns"
         )
     kind = type(optimizer)
-    if kind not in _COMPARED and f"{kind.__module__}.{kind.__name__}" not in _OWN:
+    if not _is_compared(optimizer):
         if is_chosen:
             names = ", ".join(sorted(each.__name__ for each in _COMPARED))
             raise UsageError(
@@ -129,4 +129,14 @@ def set_up_optimizer(
         # For whole parameters on a GPU, torch chooses lists by itself, and for shards never.
         if "foreach" in group and group["foreach"] is None and not group.get("fused"):
             group["foreach"] = device.type != "cpu" or kind not in _OTHER_BITS_IN_LISTS
-    return not any(group.get("fused") for group in optimizer.param_groups)
+    return has_known_results(optimizer)
+
+
+def has_known_results(optimizer: Optimizer) -> bool:
+    """Return whether the results of an optimizer on shards are those on whole parameters, as far as is known."""
+    return _is_compared(optimizer) and not any(group.get("fused") for group in optimizer.param_groups)
+
+
+def _is_compared(optimizer: Optimizer) -> bool:
+    kind = type(optimizer)
+    return kind in _COMPARED or f"{kind.__module__}.{kind.__name__}" in _OWN

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from undula.state.model_state import (
     MODEL,
     OPTIMIZER,
+    aliases,
     empty_like_saved,
     live_buffers,
     load_state,
@@ -26,13 +27,17 @@ class LiveState:
         optimizer: Optimizer of the run.
         beside: Callback that returns the rest of the state: pieces and JSON values that belong to neither the model nor the optimizer,
             by name.
+
+    Attributes:
+        model: Model of the run.
+        optimizer: Optimizer of the run.
     """
 
     def __init__(
         self, model: nn.Module, optimizer: torch.optim.Optimizer, beside: Callable[[], Mapping[str, Any]] = dict
     ):
-        self._model = model
-        self._optimizer = optimizer
+        self.model = model
+        self.optimizer = optimizer
         self._beside = beside
 
     @cached_property
@@ -46,11 +51,11 @@ class LiveState:
         It is found anew in each call. A script can give a parameter other memory (`p.data = ...`) or have hooks of `state_dict()` that
         return copies, so pieces that were found before an earlier step may not change with the model any more.
         """
-        return rank_state({**model_and_optimizer_state(self._model, self._optimizer), **self._beside()})
+        return rank_state({**model_and_optimizer_state(self.model, self.optimizer), **self._beside()})
 
     def buffers(self, held: RankState) -> dict[str, Tensor]:
         """Return copies of the model's buffers in a state by name, because the next forward pass changes the buffers."""
-        live = live_buffers(self._model)
+        live = live_buffers(self.model)
         return {name: value.detach().clone() for name, value in live.items() if name in held.pieces}
 
     def targets(self, saved: Table) -> "Targets":
@@ -59,7 +64,7 @@ class LiveState:
         Args:
             saved: Table of the saved tensors. It may include tensors that the optimizer creates only at its first step.
         """
-        return Targets(self._model, self._optimizer, self._beside(), saved)
+        return Targets(self.model, self.optimizer, self._beside(), saved)
 
 
 class Targets:
@@ -75,6 +80,12 @@ class Targets:
         # A setting that a resumed run may change can add or remove such a piece, which then starts anew.
         known = {name: value for name, value in beside.items() if isinstance(value, Piece) and name in saved}
         self.pieces = {**{name: piece_of(tensor) for name, tensor in self._tensors.items()}, **known}
+
+    @cached_property
+    def distinct(self) -> dict[str, Piece]:
+        """Pieces without those of parameters that have another name as well, under which they are restored."""
+        again = aliases(self._model)
+        return {name: piece for name, piece in self.pieces.items() if name not in again}
 
     def load(self, values: Mapping[str, Any]) -> None:
         """Load the restored tensors and the values of the saved state into the model and the optimizer."""

@@ -9,12 +9,12 @@ import fcntl
 import os
 import shutil
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from undula.recovery.snapshot import DATA, SLOTS, available_memory, slots_below
+from undula.recovery.snapshot import DATA, available_memory, is_private, slots_below
 from undula.state.defaults import FREE_SHARE, MEMORY
 
 RESERVED = "data.new"
@@ -35,35 +35,45 @@ class _Use:
         return _Use(self.promised + other.promised, self.taken + other.taken)
 
 
-def reserve(own: Path, num_bytes: int) -> str | None:
-    """Reserve memory for the two slots of a rank.
+def reserve(own: Path, sizes: Mapping[str, int]) -> str | None:
+    """Reserve memory for slots of a rank.
 
-    All snapshots of the run's attempt on this node may take at most FREE_SHARE of the memory that would be free without them, and each of
-    the two states at most FREE_SHARE of what is free while the snapshots of former attempts are still there.
+    All slots of the run's attempt on this node may take at most FREE_SHARE of the memory that would be free without them, and half of
+    them at most FREE_SHARE of what is free while the slots of former attempts are still there.
 
     Args:
         own: Folder of the rank's slots.
-        num_bytes: Size of one snapshot of this rank.
+        sizes: Size of each slot in bytes, by name.
 
     Returns:
-        Reason why there is no room; None if the memory is reserved.
+        Reason why the rank cannot have the memory; None if it is reserved.
+
+    Raises:
+        OSError: The files cannot be made.
     """
     attempt, run, user = own.parents[:3]
+    user.mkdir(mode=0o700, parents=True, exist_ok=True)
+    if not is_private(run):
+        return f"other users can write to {user}; remove that folder"
+    delete_old_runs(run)
     with _locked(user):
         free = free_memory()  # first, so that files that others fill at the same time do not seem to be missing memory
         slots = list(slots_below(user))
         everything = _total(slots)
         former = _total(slot for slot in slots if slot.parents[2] == run and slot.parents[1] != attempt)
         others = _total(slot for slot in slots if slot.parents[2] != run)
-        of_node = _total(slot for slot in slots if slot.parents[1] == attempt and slot.parent != own)
-        state = of_node.promised // len(SLOTS) + num_bytes
+        replaced = {own / name for name in sizes}
+        of_node = _total(slot for slot in slots if slot.parents[1] == attempt and slot not in replaced)
+        need = of_node.promised + sum(sizes.values())
         free += everything.taken - others.promised
-        room = min(free, len(SLOTS) * (free - former.taken))
-        if len(SLOTS) * state > FREE_SHARE * room:
-            need = f"two copies of {state / 2**20:.0f} MiB for the workers of a node"
-            return f"{need} would take more than half of the {room / 2**20:.0f} MiB that are free in {MEMORY}"
-        for name in SLOTS:
-            _reserve_file(own / name, max(num_bytes, 1))
+        room = min(free, 2 * (free - former.taken))
+        if need > FREE_SHARE * room:
+            return (
+                f"the {need / 2**20:.0f} MiB that the workers of a node need would take more than half of the {room / 2**20:.0f} MiB that "
+                f"are free in {MEMORY}"
+            )
+        for name, size in sizes.items():
+            _reserve_file(own / name, max(size, 1))
     return None
 
 

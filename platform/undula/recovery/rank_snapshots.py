@@ -1,14 +1,16 @@
 """Snapshots of a rank's live state: which ranks take them and when, and how a new group finds those of former groups."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from undula.parallel.layout import Layout
 from undula.recovery.live_state import LiveState
-from undula.recovery.snapshot import Snapshot, find_snapshots, is_private, state_bytes
+from undula.recovery.offers import Offer
+from undula.recovery.snapshot import SLOTS, UPDATE_SLOTS, find_snapshots, is_private, state_bytes
 from undula.recovery.snapshot_writer import SnapshotWriter
+from undula.recovery.update_log import UpdateLog
 from undula.recovery.worker_state import WorkerState
 from undula.state.events import SnapshotEvent, WarningEvent
 from undula.state.records import StepRow
@@ -31,6 +33,7 @@ class RankSnapshots:
         replicas: Client of the controller's replica store; None if the controller is Ray's own.
         layout: Layout of the group.
         worker: State that this process keeps between groups.
+        updates: Record of the updates between two snapshots; None if the state is whole on each rank.
     """
 
     def __init__(
@@ -40,12 +43,14 @@ class RankSnapshots:
         replicas: "ReplicaClient | None",
         layout: Layout,
         worker: WorkerState,
+        updates: UpdateLog | None = None,
     ):
         self._live = live
         self._layout = layout
         self._worker = worker
         self._replicas = replicas
         self._writer = writer
+        self._updates = updates
         self._has_ended = False
         self._has_begun = False
         self._has_replaced_former = False
@@ -73,13 +78,14 @@ class RankSnapshots:
         takes = self._writer.is_due(step_s)
         return takes, takes and self._replicas is not None and self._replicas.is_due(self._live.is_whole)
 
-    def begin(self, done: int, rows: Sequence[StepRow], is_sent: bool) -> None:
+    def begin(self, done: int, rows: Sequence[StepRow], is_sent: bool, attempt: int | None = None) -> None:
         """Start taking a snapshot of the state, if this rank writes snapshots. All ranks must call this at the same step.
 
         Args:
             done: Number of steps that the state includes.
             rows: Rows of the ledger that may not have reached storage.
             is_sent: Whether to send a replica, if this rank sends replicas.
+            attempt: Number of the attempt that has committed the last of the steps; by default this one.
         """
         if self._has_ended:
             return
@@ -91,7 +97,7 @@ class RankSnapshots:
         num_bytes = state_bytes(held, self._layout.control) if is_sent else 0
         if self._writes:
             send = self._replicas.sender(num_bytes) if self._replicas and self._sends and num_bytes else None
-            self._writer.begin(done, held, self._live.buffers(held), rows, send, waited_s)
+            self._writer.begin(done, held, self._live.buffers(held), rows, send, waited_s, attempt)
             self._last_step = done
             self._has_begun = True
 
@@ -155,6 +161,8 @@ class RankSnapshots:
     def discard(self) -> None:
         """Stop taking snapshots, and delete the last one, because it may be of no step. The one before stays."""
         self._has_ended = True
+        if self._updates:
+            self._updates.close()
         self._writer.discard()
 
     def delete(self) -> None:
@@ -168,13 +176,27 @@ class RankSnapshots:
         self._writer.close()
 
 
-def find_state(folder: Path, plan_digest: str, replicas: "ReplicaClient | None", layout: Layout) -> list[Snapshot]:
-    """Find the snapshots of a plan that a rank can read: those in the memory of its node, and its share of the controller's replicas.
+def find_offers(
+    folder: Path, plan_digest: str, replicas: "ReplicaClient | None", layout: Layout, is_of_run: Callable[..., bool]
+) -> list[Offer]:
+    """Find the states of a plan that a rank can read: those in the memory of its node, and its share of the controller's replicas.
 
     The replicas are needed because all nodes that held a part of the state may be gone.
+
+    Args:
+        folder: Folder of the run in the memory of this node.
+        plan_digest: Digest of the run's plan.
+        replicas: Client of the controller's replica store; None if the controller is Ray's own.
+        layout: Layout of the group.
+        is_of_run: Function that returns whether the attempt and the step of a state belong to the run.
     """
-    snapshots = find_snapshots(folder, plan_digest) if is_private(folder) else []
-    if replicas:
-        fetched = replicas.fetch(layout.rank, layout.world_size)
-        snapshots += [snapshot for snapshot in fetched if snapshot.plan_digest == plan_digest]
-    return snapshots
+    is_readable = is_private(folder)
+    bases, updates = (
+        [stored for stored in find_snapshots(folder, plan_digest, names) if is_of_run(*stored.age)]
+        if is_readable
+        else []
+        for names in (SLOTS, UPDATE_SLOTS)
+    )
+    offers = [Offer.of(base, (each for each in updates if each.folder == base.folder)) for base in bases]
+    fetched = replicas.fetch(layout.rank, layout.world_size) if replicas else []
+    return offers + [Offer(each) for each in fetched if each.plan_digest == plan_digest and is_of_run(*each.age)]

@@ -13,8 +13,8 @@ import numpy as np
 import ray
 from ray.exceptions import RayError
 
+from undula.recovery.slot import Send
 from undula.recovery.snapshot import Snapshot, packed, parsed
-from undula.recovery.snapshot_writer import Send
 from undula.recovery.worker_state import HeldState
 
 PUT_SHARE = 0.005

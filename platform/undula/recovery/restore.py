@@ -1,10 +1,10 @@
 """Restores the state with which a worker group starts.
 
-It is the newest complete state that the ranks of the group hold together or that an undamaged checkpoint has, or else that of step 0.
+It is the newest complete state that the ranks of the group and workers that leave hold together, or that an undamaged checkpoint has, or
+else that of step 0.
 """
 
-import itertools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
@@ -13,21 +13,23 @@ import torch.distributed as dist
 
 from undula.errors import RunError
 from undula.parallel.layout import Layout
+from undula.recovery.leavers import Leavers
 from undula.recovery.live_state import LiveState, Targets
+from undula.recovery.moves import Held, Move, exchange, lacking, moves_to, unpack_parts
+from undula.recovery.offers import Answers, Offer, boxes_of, chosen, newest_complete, origin_of, usable
 from undula.recovery.progress import MEMORY_BYTES_S, STARTING, STORAGE_BYTES_S, Phase
-from undula.recovery.snapshot import NEVER, Age, Snapshot
+from undula.recovery.snapshot import NEVER, Age
 from undula.recovery.worker_state import HeldState
 from undula.state.checkpoint import Checkpointer
 from undula.state.checkpoint_files import table_of
 from undula.state.commit import Commit
 from undula.state.model_state import beside_model_and_optimizer
-from undula.state.pieces import Box, Holding, Piece, RankState, copy_overlap, is_complete
+from undula.state.pieces import Piece, RankState, Table, copy_overlap
 from undula.state.records import StepRow
 
 BUCKET_BYTES = 32 * 2**20
-Offer: TypeAlias = HeldState | Snapshot
-Answers: TypeAlias = list[list[tuple[Age, Holding | None, str]]]
-"""Age, holding and origin of each state that a rank offers, by rank."""
+Common: TypeAlias = tuple[Mapping[str, Any], tuple[StepRow, ...], Table]
+"""What all ranks take over from one that has committed a state: its values, its rows of the ledger, and the table of its tensors."""
 
 
 @dataclass(frozen=True)
@@ -61,6 +63,7 @@ class Restorer:
         attempt: Number that follows that of the newest attempt that has begun. Groups that failed to start have numbers, too.
         layout: Layout of the group.
         find: Callback that finds the snapshots that this rank can read; called only if they are needed.
+        leavers: Workers that are in no group any more; None if there are none.
         begin: Callback that receives the step as soon as it is known, for work that can overlap with the transfer of the state.
         enter: Callback that receives the phase, and the seconds by which its limit is longer, before each part of the work.
     """
@@ -70,9 +73,10 @@ class Restorer:
     plan_digest: str
     attempt: int
     layout: Layout
-    find: Callable[[], Sequence[Snapshot]]
+    find: Callable[[], Sequence[Offer]]
     begin: Callable[[int], None] = lambda step: None
     enter: Callable[[Phase, float], None] = lambda phase, allowed_s: None
+    leavers: Leavers | None = None
 
     def restore(self, held: HeldState | None) -> Restored:
         """Restore the newest available state. All ranks must call this together.
@@ -83,30 +87,35 @@ class Restorer:
         Raises:
             RunError: The newest checkpoint belongs to another plan.
         """
-        offers: list[Offer] = [held] if held and held.plan_digest == self.plan_digest else []
+        offers = [Offer.of(held, held.updates)] if held and held.plan_digest == self.plan_digest else []
+        offers = usable(offers, self.live.optimizer)
         answers = self._exchange(offers)
-        newest = _newest_complete(answers)
+        newest = newest_complete(answers)
         if (
             newest > NEVER and newest[0] >= self.attempt - 1
         ):  # the previous group committed this state, so no newer one exists
-            return self._from_ranks(offers, answers, newest)
-        offers += self.find()
+            return self._from_memory(offers, answers, newest)
+        offers += usable(self.find(), self.live.optimizer)
         answers = self._exchange(offers)
-        newest = _newest_complete(answers)
+        newest = newest_complete(answers)
         commit, damaged = self.checkpoints.newest_whole(self._enter_reading)
         if newest > NEVER and (commit is None or newest >= (commit.attempt, commit.step)):
-            return self._from_ranks(offers, answers, newest)
+            return self._from_memory(offers, answers, newest)
         if commit is None:
             self.begin(0)
             return Restored(damaged=damaged)
         return self._from_checkpoint(commit, damaged)
 
     def _exchange(self, offers: Sequence[Offer]) -> Answers:
+        """Return the answers of all ranks, and then those of the workers that leave, which rank 0 asks."""
         self.enter(STARTING, 0.0)
-        answers: Answers = [[] for _ in range(self.layout.world_size)]
-        own = [(offer.age, offer.holding, offer.origin) for offer in offers]
-        dist.all_gather_object(answers, own, group=self.layout.control)
-        return answers
+        ranks: list[Any] = [None] * self.layout.world_size
+        asked = self.leavers.answers(self.plan_digest) if self.leavers and self.layout.is_first else []
+        own = [answer for offer in offers for answer in offer.answers()]
+        dist.all_gather_object(ranks, (own, asked), group=self.layout.control)
+        if self.leavers:
+            self.leavers.names = [name for name, _ in ranks[0][1]]
+        return [*(answers for answers, _ in ranks), *(answers for _, answers in ranks[0][1])]
 
     def _enter_reading(self, num_bytes: int) -> None:
         """Record that this rank reads so many bytes from storage, or waits for other ranks that do."""
@@ -127,106 +136,121 @@ class Restorer:
             commit.step, commit.attempt, "the checkpoint", (), beside_model_and_optimizer(values), True, damaged
         )
 
-    def _from_ranks(self, offers: Sequence[Offer], answers: Answers, age: Age) -> Restored:
+    def _from_memory(self, offers: Sequence[Offer], answers: Answers, age: Age) -> Restored:
+        """Restore a state that the ranks and the workers that leave hold together."""
         self.begin(age[1])
-        holdings = [[holding for their_age, holding, _ in of_rank if their_age == age] for of_rank in answers]
-        source = next(rank for rank, of_rank in enumerate(holdings) if of_rank)
-        mine = [offer for offer in offers if offer.age == age]
-        self.enter(STARTING, sum(offer.bytes for offer in mine if isinstance(offer, Snapshot)) / MEMORY_BYTES_S)
-        whole = next((offer for offer in mine if offer.holding is None), None)
-        held = [whole.load()] if whole else [offer.load() for offer in mine]
-        common: list[Any] = [None, None, None]
-        if self.layout.rank == source:
-            common = [held[0].values, mine[0].rows, held[0].expected]
-        dist.broadcast_object_list(common, group=self.layout.control, group_src=source)
-        values, rows, expected = common
+        size, places = self.layout.world_size, chosen(answers, age)
+        used = [[of_source[place] for place in of_used] for of_source, of_used in zip(answers, places, strict=True)]
+        own = [offer for offer in offers for _ in offer.answers()]
+        mine = [own[place] for place in places[self.layout.rank]]
+        self.enter(STARTING, sum(offer.bytes() for offer in mine) / MEMORY_BYTES_S)
+        states = [offer.load(age, self.live.optimizer, self.layout.device) for offer in mine]
+        values, rows, expected = self._common(offers, answers, age)
         targets = self.live.targets(expected)
-        if all(None in of_rank for of_rank in holdings):
-            targets.copy_whole(held[0])
+        given = [answer for of_source in used for answer in of_source]
+        is_whole = given[0].holding is None
+        if is_whole and all(used[:size]):
+            targets.copy_whole(states[0])
+        elif is_whole and self.live.is_whole:
+            self._broadcast(targets, states, next(source for source, of_source in enumerate(used) if of_source))
         else:
-            self._share(targets, held, holdings)
+            self._gather(targets, states, [boxes_of(of_source, expected) for of_source in used])
         targets.load(values)
-        return Restored(age[1], age[0], origin_of(answers, age), rows, beside_model_and_optimizer(values))
+        origin = origin_of(given[:1] if is_whole else given)
+        return Restored(age[1], age[0], origin, rows, beside_model_and_optimizer(values))
 
-    def _share(self, targets: Targets, held: Sequence[RankState], holdings: Sequence[Sequence[Holding | None]]) -> None:
-        """Broadcast a state that the ranks hold together, and copy from it the pieces that this rank needs."""
-        layout, pieces = self.layout, targets.pieces
-        own = {(name, piece.box): piece.tensor for state in reversed(held) for name, piece in state.pieces.items()}
-        for source, bucket in _buckets(_sources(pieces, holdings), pieces):
-            example = pieces[bucket[0][0]].tensor
-            sizes = [torch.Size(box[1]).numel() for _, box in bucket]
-            self.enter(STARTING, 0.0)
-            flat = torch.empty(sum(sizes), dtype=example.dtype, device=example.device)
-            parts = torch.split(flat, sizes)
+    def _common(self, offers: Sequence[Offer], answers: Answers, age: Age) -> Common:
+        """Return what all ranks take over from the first source that has committed the state."""
+        layout = self.layout
+        source = next(
+            number
+            for number, of_source in enumerate(answers)
+            if any(answer.age == age and answer.is_settled for answer in of_source)
+        )
+        common: list[Any] = [None]
+        first = source if source < layout.world_size else 0
+        if layout.rank == first and source == first:
+            base = next(offer.base for offer in offers if offer.base.age == age)
+            state = base.load()
+            common = [(state.values, base.rows, state.expected)]
+        elif layout.rank == first:
+            assert self.leavers is not None
+            common = [self.leavers.common(source - layout.world_size)]
+        dist.broadcast_object_list(common, group=layout.control, group_src=first)
+        found: Common = common[0]
+        return found
+
+    def _broadcast(self, targets: Targets, states: Sequence[RankState], holder: int) -> None:
+        """Copy a whole state to all ranks, from the first source that has it."""
+        layout, source = self.layout, holder
+        if holder >= layout.world_size:
+            source = 0
             if layout.rank == source:
-                for (name, box), part in zip(bucket, parts, strict=True):
-                    part.view(box[1]).copy_(own[name, box])
+                wanted = {name: piece.box for name, piece in targets.distinct.items()}
+                needed = [(holder, part) for part in wanted.items()]
+                self._fetch(moves_to(source, needed, _element_bytes(targets.pieces)), targets.pieces)
+        elif layout.rank == source:
+            targets.copy_whole(states[0])
+        for bucket in _buckets(targets.pieces):
+            self.enter(STARTING, 0.0)
+            pieces = [targets.pieces[name].tensor for name in bucket]
+            flat = torch.cat([piece.reshape(-1) for piece in pieces]) if layout.rank == source else _flat_like(pieces)
             group = layout.control if flat.device.type == "cpu" else layout.everyone
             dist.broadcast(flat.view(torch.uint8), group=group, group_src=source)
-            for (name, box), part in zip(bucket, parts, strict=True):
-                copy_overlap(box, part.view(box[1]), pieces[name])
+            if layout.rank != source:
+                for piece, part in zip(pieces, torch.split(flat, [piece.numel() for piece in pieces]), strict=True):
+                    piece.copy_(part.view(piece.shape))
+
+    def _gather(self, targets: Targets, states: Sequence[RankState], sources: Sequence[Held]) -> None:
+        """Copy a state of which ranks need parts: what this rank has itself, and then what it lacks from those that have it."""
+        layout, pieces = self.layout, targets.distinct
+        for state in reversed(states):
+            for name, target in pieces.items():
+                if held := state.pieces.get(name):
+                    copy_overlap(held.box, held.tensor, target)
+        wanted = {name: piece.box for name, piece in pieces.items()}
+        needed = lacking(layout.rank, wanted, sources)
+        own = moves_to(layout.rank, needed, _element_bytes(pieces))
+        of_ranks: list[Any] = [None] * layout.world_size
+        among = [move for move in own if move.source < layout.world_size]
+        dist.all_gather_object(of_ranks, among, group=layout.control)
+        moves = [move for moves in of_ranks for move in moves]
+        exchange(layout.rank, moves, states, pieces, layout.control, lambda: self.enter(STARTING, 0.0))
+        self._fetch([move for move in own if move.source >= layout.world_size], pieces)
+
+    def _fetch(self, moves: Sequence[Move], pieces: Mapping[str, Piece]) -> None:
+        """Get parts of a state from workers that leave."""
+        if moves:
+            assert self.leavers is not None
+            asked = [(move.source - self.layout.world_size, move.parts) for move in moves]
+            for (_, parts), flat in zip(asked, self.leavers.parts(asked), strict=True):
+                self.enter(STARTING, 0.0)
+                unpack_parts(flat, parts, pieces)
 
 
-def _newest_complete(answers: Answers) -> Age:
-    """Return the age of the newest state that the ranks hold completely; NEVER if there is none.
+def _element_bytes(pieces: Mapping[str, Piece]) -> dict[str, int]:
+    return {name: piece.tensor.itemsize for name, piece in pieces.items()}
 
-    Surviving ranks may differ by one step, because one of them may have committed a step before the group broke.
+
+def _flat_like(pieces: Sequence[torch.Tensor]) -> torch.Tensor:
+    return pieces[0].new_empty(sum(piece.numel() for piece in pieces))
+
+
+def _buckets(pieces: Mapping[str, Piece]) -> list[list[str]]:
+    """Group tensors by dtype and device type into buckets of at most BUCKET_BYTES each. All ranks get the same result.
+
+    A tensor of more than BUCKET_BYTES has a bucket of its own.
     """
-    by_age: dict[Age, list[Holding | None]] = {}
-    for age, holding, _ in itertools.chain(*answers):
-        by_age.setdefault(age, []).append(holding)
-    return max((age for age, holdings in by_age.items() if is_complete(holdings)), default=NEVER)
-
-
-def origin_of(answers: Answers, age: Age) -> str:
-    """Return the places of a state that the ranks hold: that of the whole state, or those of the first holder of each piece."""
-    offers = [(holding, origin) for their_age, holding, origin in itertools.chain(*answers) if their_age == age]
-    whole = next((origin for holding, origin in offers if holding is None), None)
-    if whole is not None:
-        return whole
-    first: dict[tuple[str, Box], str] = {}
-    for holding, origin in offers:
-        for piece in holding.boxes.items() if holding else ():
-            first.setdefault(piece, origin)
-    return " and ".join(dict.fromkeys(first.values()))
-
-
-def _sources(targets: Mapping[str, Piece], holdings: Sequence[Sequence[Holding | None]]) -> list[tuple[int, str, Box]]:
-    """Return (source rank, name, box) of each box to broadcast, so that the boxes make up all tensors. All ranks get the same result.
-
-    If a rank holds the whole state, it is the source of all tensors. Otherwise, each box comes from the first rank that holds it.
-    """
-    for source, of_rank in enumerate(holdings):
-        if None in of_rank:
-            return [(source, name, ((0,) * len(piece.shape), piece.shape)) for name, piece in sorted(targets.items())]
-    sources: dict[tuple[str, Box], int] = {}
-    for source, of_rank in enumerate(holdings):
-        for holding in of_rank:
-            for name, box in (holding.boxes if holding else {}).items():
-                if name in targets:
-                    sources.setdefault((name, box), source)
-    return sorted((source, name, box) for (name, box), source in sources.items())
-
-
-def _buckets(
-    sources: Iterable[tuple[int, str, Box]], targets: Mapping[str, Piece]
-) -> list[tuple[int, list[tuple[str, Box]]]]:
-    """Group boxes by source rank, dtype and device type into buckets of at most BUCKET_BYTES each. All ranks get the same result.
-
-    A box of more than BUCKET_BYTES has a bucket of its own.
-    """
-    buckets: list[tuple[int, list[tuple[str, Box]]]] = []
-    sizes: dict[tuple[int, torch.dtype, str], int] = {}
-    last: dict[tuple[int, torch.dtype, str], list[tuple[str, Box]]] = {}
-    for source, name, box in sources:
-        tensor = targets[name].tensor
-        kind = (source, tensor.dtype, tensor.device.type)
-        num_bytes = torch.Size(box[1]).numel() * tensor.itemsize
-        if not num_bytes:
+    buckets: list[list[str]] = []
+    sizes: dict[tuple[torch.dtype, str], int] = {}
+    last: dict[tuple[torch.dtype, str], list[str]] = {}
+    for name, piece in sorted(pieces.items()):
+        kind = (piece.tensor.dtype, piece.tensor.device.type)
+        if not piece.tensor.nbytes:
             continue
-        if kind not in last or sizes[kind] + num_bytes > BUCKET_BYTES:
+        if kind not in last or sizes[kind] + piece.tensor.nbytes > BUCKET_BYTES:
             last[kind], sizes[kind] = [], 0
-            buckets.append((source, last[kind]))
-        last[kind].append((name, box))
-        sizes[kind] += num_bytes
+            buckets.append(last[kind])
+        last[kind].append(name)
+        sizes[kind] += piece.tensor.nbytes
     return buckets

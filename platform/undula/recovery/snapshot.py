@@ -37,6 +37,8 @@ NEVER: Age = (-1, -1)
 """Age that is older than that of any state."""
 SLOTS = ("a", "b")
 """Names of the two places in which a rank writes its snapshots in turn."""
+UPDATE_SLOTS = tuple(f"update-{number}" for number in range(8))
+"""Names of the places in which a rank of a sharded model records its last updates in turn."""
 DATA, META = "data", "meta.json"
 """Files of a slot: the bytes of the pieces, and the description of the bytes."""
 ROWS_KNOWN = 4096
@@ -103,8 +105,19 @@ class Snapshot:
         return int(self.meta["attempt"]), int(self.meta["step"])
 
     @property
+    def folder(self) -> Path | None:
+        """Folder of the rank that has written the snapshot, on this node; None if it was received."""
+        return self.data.parents[1] if isinstance(self.data, Path) else None
+
+    @property
     def plan_digest(self) -> str:
         return str(self.meta["plan_digest"])
+
+    @property
+    def values(self) -> Mapping[str, Any]:
+        """Values of the state that are not tensors, by name."""
+        values: Mapping[str, Any] = self.meta["values"]
+        return values
 
     @property
     def rows(self) -> tuple[StepRow, ...]:
@@ -138,7 +151,7 @@ class Snapshot:
             name: Piece(tensor_at(place), tuple(place["shape"]), tuple(place["offsets"]), place["replicated"])
             for name, place in self.meta["tensors"].items()
         }
-        return RankState(pieces, self.meta["values"])
+        return RankState(pieces, self.values)
 
 
 def folder_of(run_url: str, run_id: str) -> Path:
@@ -175,13 +188,15 @@ def available_memory() -> int:
 
 def slots_below(folder: Path) -> Iterator[Path]:
     """Yield the slots below a folder. Other processes may delete some of them at the same time."""
-    return (Path(path) for path, _, _ in os.walk(folder) if Path(path).name in SLOTS)
+    return (Path(path) for path, _, _ in os.walk(folder) if Path(path).name in (*SLOTS, *UPDATE_SLOTS))
 
 
-def find_snapshots(folder: Path, plan_digest: str) -> list[Snapshot]:
-    """Find the complete snapshots of a plan below a folder in the memory of this node."""
+def find_snapshots(folder: Path, plan_digest: str, names: Sequence[str] = SLOTS) -> list[Snapshot]:
+    """Find the complete snapshots of a plan below a folder in the memory of this node, in slots with these names."""
     snapshots = []
     for slot in slots_below(folder):
+        if slot.name not in names:
+            continue
         try:
             snapshot = parsed((slot / META).read_bytes(), slot / DATA)
         except (OSError, ValueError):
@@ -209,24 +224,22 @@ def packed(plan_digest: str, age: Age, held: RankState, rows: Sequence[StepRow])
     data = bytearray(arrangement.bytes)
     for view, piece in zip(arrangement.views(data), held.pieces.values(), strict=True):
         view.copy_(piece.tensor)
-    fixed = fixed_meta(plan_digest, age[0], arrangement)
-    return encoded(fixed, age[1], rows, held.values), data
+    return encoded(fixed_meta(plan_digest, arrangement), age, rows, held.values), data
 
 
-def fixed_meta(plan_digest: str, attempt: int, arrangement: Arrangement) -> bytes:
+def fixed_meta(plan_digest: str, arrangement: Arrangement) -> bytes:
     """Return the part of the meta that stays the same while the tensors of a state lie in the same way, as JSON."""
     fixed = {
         "format": FORMAT,
         "plan_digest": plan_digest,
-        "attempt": attempt,
         "tensors": arrangement.places,
     }
     return json.dumps(fixed).encode()
 
 
-def encoded(fixed: bytes, step: int, rows: Sequence[StepRow], values: Mapping[str, Any]) -> bytes:
-    """Return the meta of a snapshot as JSON: its step, its rows, the values of its state and the fixed part."""
-    changing = json.dumps({"step": step, "values": values}).encode()
+def encoded(fixed: bytes, age: Age, rows: Sequence[StepRow], values: Mapping[str, Any]) -> bytes:
+    """Return the meta of a snapshot as JSON: its age, its rows, the values of its state and the fixed part."""
+    changing = json.dumps({"attempt": age[0], "step": age[1], "values": values}).encode()
     return b'%s, "rows": [%s], %s' % (changing[:-1], b", ".join(map(_as_json, rows)), fixed[1:])
 
 

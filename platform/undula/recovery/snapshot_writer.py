@@ -1,25 +1,22 @@
 """Takes snapshots in parallel with training, as often as is possible at 1 % of the training time."""
 
 import math
-import mmap
-import os
 import shutil
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeAlias
 
-import torch
 from torch import Tensor
 
-from undula.recovery.node_memory import RESERVED, delete_former_attempts, delete_old_runs, reserve
-from undula.recovery.snapshot import DATA, META, SLOTS, Arrangement, encoded, fixed_meta, is_private
+from undula.recovery.node_memory import RESERVED, delete_former_attempts, reserve
+from undula.recovery.slot import Send, Slot, ready_event
+from undula.recovery.snapshot import META, SLOTS, UPDATE_SLOTS, Arrangement, encoded, fixed_meta
 from undula.state.pieces import RankState
 from undula.state.records import StepRow
 
-Send = Callable[[bytes, memoryview], None]
 Form: TypeAlias = Mapping[str, tuple[Any, ...]]
 """Places and memory layouts of a rank's pieces, by name."""
 COST = 0.01
@@ -39,23 +36,31 @@ class SnapshotWriter:
         attempt: Number of the attempt.
         local_rank: Number of this worker on its node.
         every_steps: Number of steps between snapshots. By default, it is the smallest at which snapshots cost at most COST.
+        most_steps: Maximum number of steps between snapshots, whatever they cost.
     """
 
     def __init__(
-        self, folder: Path, plan_digest: str, attempt: int = 0, local_rank: int = 0, every_steps: int | None = None
+        self,
+        folder: Path,
+        plan_digest: str,
+        attempt: int = 0,
+        local_rank: int = 0,
+        every_steps: int | None = None,
+        most_steps: float = math.inf,
     ):
         self._folder = folder
-        self._own = folder / str(attempt) / str(local_rank)
+        self.own = folder / str(attempt) / str(local_rank)
+        """Folder of the slots of this rank."""
         self._plan_digest = plan_digest
         self._attempt = attempt
-        self._fixed_interval = every_steps
+        self._fixed_interval, self._most_steps = every_steps, most_steps
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="undula-snapshot")
         self._taking: Future[float] | None = None
         self._counts = False
         """Whether the snapshot in progress costs as much as later ones. The first one in a slot also takes its memory from the system."""
         self._form: Form | None = None
         self._fixed_meta = b""
-        self._slots: list[_Slot] = []
+        self._slots: list[Slot] = []
         self._places: dict[str, dict[str, Any]] = {}
         self._next = 0
         self._cost_s = 0.0
@@ -78,7 +83,7 @@ class SnapshotWriter:
             return self._fixed_interval
         if not self._cost_s or not self._step_s:
             return 1
-        return max(math.ceil(self._cost_s / (COST * self._step_s)), 1)
+        return int(min(max(math.ceil(self._cost_s / (COST * self._step_s)), 1), self._most_steps))
 
     def cost(self) -> tuple[int, float] | None:
         """Return the number of steps between two snapshots and the share of time that they cost; None before SETTLED snapshots."""
@@ -101,6 +106,7 @@ class SnapshotWriter:
         rows: Sequence[StepRow],
         send: Send | None = None,
         waited_s: float = 0.0,
+        attempt: int | None = None,
     ) -> None:
         """Start copying the state. Call `wait()` before the tensors change.
 
@@ -111,6 +117,7 @@ class SnapshotWriter:
             rows: Rows of the ledger that may not have reached storage.
             send: Callback for the thread that receives the meta and the bytes of the snapshot. It must copy the bytes before it returns.
             waited_s: Seconds for which the training has waited for these arguments.
+            attempt: Number of the attempt that has committed the last of the steps; by default this one.
         """
         self.wait()
         began = time.perf_counter() - waited_s
@@ -120,9 +127,10 @@ class SnapshotWriter:
             return
         slot = self._slots[number]
         self._counts = slot.has_memory
-        meta = encoded(self._fixed_meta, step, rows, held.values)
+        age = self._attempt if attempt is None else attempt, step
+        meta = encoded(self._fixed_meta, age, rows, held.values)
         sources = list({**{name: piece.tensor for name, piece in held.pieces.items()}, **copies}.values())
-        self._taking = self._thread.submit(slot.write, sources, _ready(sources), meta)
+        self._taking = self._thread.submit(slot.write, sources, ready_event(sources), meta)
         if send:
             self._thread.submit(slot.give, send)
         self._held_up_s += time.perf_counter() - began
@@ -145,16 +153,18 @@ class SnapshotWriter:
 
     def delete_former_attempts(self) -> None:
         """Delete the snapshots of former attempts on this node, before the next snapshot is taken."""
-        self._thread.submit(delete_former_attempts, self._own.parent)
+        self._thread.submit(delete_former_attempts, self.own.parent)
 
     def discard(self) -> None:
         """Stop taking snapshots, and delete the last one, of which a rank could not store its part. The one before stays."""
         self.close()
+        for name in UPDATE_SLOTS:
+            shutil.rmtree(self.own / name, ignore_errors=True)
         for number, name in enumerate(SLOTS):
-            (self._own / name / RESERVED).unlink(missing_ok=True)
-            if number != self._next or not (self._own / name / META).exists():
-                shutil.rmtree(self._own / name, ignore_errors=True)
-        for folder in (self._own, self._own.parent):
+            (self.own / name / RESERVED).unlink(missing_ok=True)
+            if number != self._next or not (self.own / name / META).exists():
+                shutil.rmtree(self.own / name, ignore_errors=True)
+        for folder in (self.own, self.own.parent):
             with suppress(OSError):  # there is another snapshot in it
                 folder.rmdir()
 
@@ -175,94 +185,20 @@ class SnapshotWriter:
         if self._form == former:
             return True
         arrangement = Arrangement(held.pieces)
-        self._fixed_meta = fixed_meta(self._plan_digest, self._attempt, arrangement)
+        self._fixed_meta = fixed_meta(self._plan_digest, arrangement)
         if self._slots and arrangement.places == self._places:
             return (
                 True  # the slots fit the new state too, as with an optimizer that counts steps in its parameter groups
             )
         self._places, self._slots = arrangement.places, []
         try:
-            self._folder.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            if not is_private(self._folder):
-                self.problem = f"other users can write to {self._folder.parent}; remove that folder"
-                return False
-            delete_old_runs(self._folder)
-            self.problem = reserve(self._own, arrangement.bytes)
+            self.problem = reserve(self.own, dict.fromkeys(SLOTS, arrangement.bytes))
         except OSError as error:
             self.problem = str(error)
         if self.problem:
             return False
-        self._slots = [_Slot(self._own / name, arrangement) for name in SLOTS]
+        self._slots = [Slot(self.own / name, arrangement) for name in SLOTS]
         return True
-
-
-class _Slot:
-    """One of the two places in memory in which a rank writes its snapshots in turn. Its memory must be reserved.
-
-    A former snapshot stays valid until the first call of `write`.
-    """
-
-    def __init__(self, folder: Path, arrangement: Arrangement):
-        self._folder = folder
-        self._arrangement = arrangement
-        self._map: mmap.mmap | None = None
-        self._views: list[Tensor] = []
-        self._meta: bytes | None = None
-        self.bytes = arrangement.bytes
-
-    @property
-    def has_memory(self) -> bool:
-        """Whether the slot has been written to."""
-        return self._map is not None
-
-    def write(self, sources: Sequence[Tensor], ready: torch.cuda.Event | None, meta: bytes) -> float:
-        """Copy the tensors into the slot.
-
-        Returns:
-            Seconds of processor time that this took, which training may have lacked.
-        """
-        self._meta = None
-        began = time.thread_time()
-        if self._map is None:
-            self._map = self._mapped_file()
-            self._views = self._arrangement.views(self._map)
-        (self._folder / META).unlink(missing_ok=True)
-        if ready:  # a separate stream, so that the next step's kernels do not wait for the copies
-            stream = torch.cuda.Stream(ready.device)  # type: ignore[no-untyped-call]
-            stream.wait_event(ready)
-            with torch.cuda.stream(stream):
-                torch._foreach_copy_(self._views, list(sources))
-        else:
-            torch._foreach_copy_(self._views, list(sources))
-        partial = self._folder / "meta.partial"
-        partial.write_bytes(meta)
-        partial.replace(self._folder / META)
-        self._meta = meta
-        return time.thread_time() - began
-
-    def give(self, send: Send) -> None:
-        """Pass the snapshot in this slot to `send`, if there is one."""
-        if self._meta is not None and self._map is not None:
-            send(self._meta, memoryview(self._map))
-
-    def _mapped_file(self) -> mmap.mmap:
-        """Map the file of this slot. A file of another size is not changed but replaced, because other slots may have mapped it."""
-        data, reserved = self._folder / DATA, self._folder / RESERVED
-        is_new = reserved.exists()
-        if is_new:  # free the memory of the former snapshot before taking more
-            (self._folder / META).unlink(missing_ok=True)
-            data.unlink(missing_ok=True)
-        descriptor = os.open(reserved if is_new else data, os.O_RDWR)
-        try:
-            size = os.fstat(descriptor).st_size
-            # Without this, writing to a page for which there is no memory would kill the process. Here it only disables snapshots.
-            os.posix_fallocate(descriptor, 0, size)
-            mapped = mmap.mmap(descriptor, size)
-        finally:
-            os.close(descriptor)
-        if is_new:
-            reserved.replace(data)
-        return mapped
 
 
 def _form(held: RankState) -> Form:
@@ -274,12 +210,3 @@ def _form(held: RankState) -> Form:
 
 def _layout(tensor: Tensor) -> tuple[Any, ...]:
     return tensor.dtype, tensor.shape, tensor.stride()
-
-
-def _ready(tensors: Sequence[Tensor]) -> torch.cuda.Event | None:
-    """Return an event that follows the GPU kernels in progress, which may still write the tensors; None if no tensor is on a GPU."""
-    if not any(tensor.is_cuda for tensor in tensors):
-        return None
-    event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-    event.record()
-    return event

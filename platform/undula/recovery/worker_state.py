@@ -4,7 +4,7 @@ A group ends when the controller asks its ranks to leave at a step boundary, or 
 keep their imports and their device contexts, and pass their state to the next group, in which they may have other ranks.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from math import inf
@@ -41,6 +41,12 @@ class HeldState:
     """Rows of the ledger that may not have reached storage."""
     origin: str = "the memory of a worker"
     """Place where the state is, for messages."""
+    updates: "tuple[HeldState, ...]" = ()
+    """Update of the optimizer that was to follow, if the group broke in its commit, as `recovery.replay` records it."""
+
+    @property
+    def values(self) -> Mapping[str, Any]:
+        return self.state.values
 
     @property
     def age(self) -> Age:

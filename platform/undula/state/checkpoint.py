@@ -18,6 +18,7 @@ from torch import Tensor
 
 from undula.errors import CheckpointError, StorageError, SupersededError, UndulaError
 from undula.state.attempts import EVERYTHING, Lineage, begin, read_lineage, require_newest
+from undula.state.boxes import Box
 from undula.state.checkpoint_files import Claim, WrittenFile, read_pieces, shares, tensors_entry, write_share
 from undula.state.commit import (
     CHECKPOINTS,
@@ -32,7 +33,7 @@ from undula.state.commit import (
     step_of,
 )
 from undula.state.goals import GoalSpec
-from undula.state.pieces import Box, Piece, RankState, Table
+from undula.state.pieces import Piece, RankState, Table
 from undula.state.retention import superseded
 from undula.storage import Store
 

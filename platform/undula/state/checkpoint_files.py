@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from undula.errors import CheckpointError, one_line
+from undula.state.boxes import Box, elements, intersection
 from undula.state.commit import Commit
-from undula.state.pieces import Box, Piece, Table, TensorSpec, as_real, copy_overlap, incomplete, overlap
+from undula.state.pieces import Piece, Table, TensorSpec, as_real, copy_overlap, incomplete
 from undula.state.tensor_file import TensorFile, file_buffers
 from undula.storage import Store
 
@@ -129,9 +130,9 @@ def read_pieces(store: Store, commit: Commit, targets: Mapping[str, Piece]) -> N
         missing = target.tensor.numel()
         for chunk in saved["chunks"]:
             box = tuple(chunk["offsets"]), tuple(chunk["sizes"])
-            if common := overlap(box, target.box):
+            if common := intersection(box, target.box):
                 wanted.setdefault(chunk["file"], []).append((name, chunk["key"], box))
-                missing -= common
+                missing -= elements(common)
         if missing:
             raise CheckpointError(f"{commit.folder} lacks a part of {name!r}; delete this checkpoint")
     for file, chunks in sorted(wanted.items()):

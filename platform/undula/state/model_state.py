@@ -86,7 +86,7 @@ def model_and_optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer
     state = _model_state(
         model
     )  # first, because fully_shard restores its sharded parameters only when state_dict() is called
-    return {**state, **optimizer_state(optimizer, _parameter_names(model))}
+    return {**state, **optimizer_state(optimizer, parameter_names(model))}
 
 
 def load_state(model: nn.Module, optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
@@ -131,6 +131,12 @@ def model_targets(model: nn.Module, table: Table) -> dict[str, Tensor]:
     return {
         name: own[name] if name in own else empty_tensor(spec) for name, spec in table.items() if name.startswith(MODEL)
     }
+
+
+def aliases(model: nn.Module) -> set[str]:
+    """Return the names under which the state of a model has a parameter that it also has under its first name."""
+    first = set(parameter_names(model).values())
+    return {MODEL + name for name in _parameters(model) if name not in first}
 
 
 def check_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -224,7 +230,7 @@ def _make_late_buffers(model: nn.Module, table: Table) -> None:
                 setattr(module, key, empty_tensor(table[name], device))
 
 
-def _parameter_names(model: nn.Module) -> dict[Tensor, str]:
+def parameter_names(model: nn.Module) -> dict[Tensor, str]:
     """Return the name of each parameter. A parameter that several modules share has the first of its names."""
     names: dict[Tensor, str] = {}
     for name, parameter in bare_module(model).named_parameters(remove_duplicate=False):

@@ -38,7 +38,25 @@ def optimizer_state(optimizer: torch.optim.Optimizer, names: Mapping[Tensor, str
             _refuse_odd_shards(f"{STATE}.{name}", owner, entries)
             state[name] = encode(f"{STATE}.{name}", dict(entries), tensors)
     shared = {owner: entries for owner, entries in optimizer.state.items() if not isinstance(owner, Tensor)}
-    groups = [
+    groups = encoded_groups(optimizer, names, tensors)
+    others = {SHARED: encode(SHARED, shared, tensors), EXTRAS: encode(EXTRAS, _extras(optimizer), tensors)}
+    return {**tensors, ENTRIES: state, GROUPS: groups, **others}
+
+
+def encoded_groups(
+    optimizer: torch.optim.Optimizer, names: Mapping[Tensor, str], tensors: dict[str, Tensor]
+) -> list[dict[str, Any]]:
+    """Return the parameter groups of an optimizer as JSON, with the names of their parameters.
+
+    Args:
+        optimizer: The optimizer.
+        names: Name of each parameter of the model.
+        tensors: Dictionary to which the tensors among the settings are added, by name.
+
+    Raises:
+        UsageError: The optimizer holds a parameter that the model lacks, or a setting that a checkpoint cannot hold.
+    """
+    return [
         {
             "parameters": [_name_of(parameter, names) for parameter in group["params"]],
             "settings": {
@@ -49,8 +67,6 @@ def optimizer_state(optimizer: torch.optim.Optimizer, names: Mapping[Tensor, str
         }
         for number, group in enumerate(optimizer.param_groups)
     ]
-    others = {SHARED: encode(SHARED, shared, tensors), EXTRAS: encode(EXTRAS, _extras(optimizer), tensors)}
-    return {**tensors, ENTRIES: state, GROUPS: groups, **others}
 
 
 def check_step(optimizer: torch.optim.Optimizer) -> None:

@@ -1,7 +1,7 @@
 """Pieces of state: the part that a rank holds of each tensor of a run, and the check that ranks together hold the whole state."""
 
 import sys
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from math import prod
 from typing import Any, TypeAlias
@@ -10,9 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from undula.errors import CheckpointError
+from undula.state.boxes import Box, intersection, whole_box, without
 
-Box: TypeAlias = tuple[tuple[int, ...], tuple[int, ...]]
-"""Place of a piece in its tensor: offsets and sizes, by dimension."""
 Shape: TypeAlias = tuple[int, ...]
 PART_BYTES = 256 * 2**20
 """Size in bytes of the parts in which a large tensor is copied to host memory."""
@@ -216,12 +215,15 @@ def incomplete(expected: Table, boxes: Mapping[str, Collection[Box]]) -> str | N
 
     Args:
         expected: All tensors of the state.
-        boxes: Boxes by name of the tensor. Those of a tensor are disjoint.
+        boxes: Boxes by name of the tensor. They may overlap, as those of two groups of different size do.
     """
-    for name, spec in expected.items():
-        if sum(prod(sizes) for _, sizes in boxes.get(name, ())) != prod(spec.shape):
-            return name
-    return None
+    return next((name for name, spec in expected.items() if without(whole_box(spec.shape), boxes.get(name, ()))), None)
+
+
+def part_of(tensor: Tensor, box: Box, part: Box) -> Tensor:
+    """Return the elements of a part of a box as a view, given the elements of the box."""
+    begins = zip(box[0], *part, strict=True)
+    return tensor[tuple(slice(low - begin, low - begin + size) for begin, low, size in begins)]
 
 
 def copy_overlap(box: Box, source: Tensor, target: Piece) -> None:
@@ -232,20 +234,8 @@ def copy_overlap(box: Box, source: Tensor, target: Piece) -> None:
         source: Elements of that box.
         target: Piece that receives the elements.
     """
-    into, out_of = [], []
-    for (begin, size), (own, own_size) in zip(zip(*box, strict=True), zip(*target.box, strict=True), strict=True):
-        low, high = max(begin, own), min(begin + size, own + own_size)
-        if low >= high:
-            return
-        into.append(slice(low - own, high - own))
-        out_of.append(slice(low - begin, high - begin))
-    target.tensor[tuple(into)].copy_(source[tuple(out_of)])
-
-
-def overlap(one: Box, other: Box) -> int:
-    """Return the number of elements that two boxes of a tensor have in common."""
-    sides: Sequence[tuple[int, int, int, int]] = list(zip(*one, *other, strict=True))
-    return prod(max(min(begin + size, own + own_size) - max(begin, own), 0) for begin, size, own, own_size in sides)
+    if (common := intersection(box, target.box)) is not None:
+        part_of(target.tensor, target.box, common).copy_(part_of(source, box, common))
 
 
 def dtype_named(name: str) -> torch.dtype:

@@ -6,6 +6,7 @@ from contextlib import contextmanager
 
 from torch import Tensor
 
+from undula.parallel.collectives import any_rank
 from undula.parallel.device_clock import read_scalars
 from undula.plan.plan import OptimizerStep
 from undula.recovery.progress import BETWEEN_STEPS, HAND_OVER, MEMORY_BYTES_S, REDUCE, SNAPSHOT, UPDATE
@@ -60,12 +61,12 @@ class StepBoundary:
         return is_repeating
 
     def reduce(
-        self, samples: int, measured: StepMeasurement, phases: StepPhases, norm: Tensor, overflows: Tensor
+        self, step: OptimizerStep, measured: StepMeasurement, phases: StepPhases, norm: Tensor, overflows: Tensor
     ) -> StepTotals:
         """Return the measurements of a step, reduced over all ranks, which commits it. On a GPU this waits for the backward pass.
 
         Args:
-            samples: Number of samples in the step.
+            step: The step.
             measured: Measurements of this rank.
             phases: Phases of this rank.
             norm: Norm of the step's gradient before clipping.
@@ -80,17 +81,41 @@ class StepBoundary:
         if self._saver.snapshots and (moved or moved_within):
             self._saver.snapshots.discard()  # the last one may have been taken while parameters changed
         guard.check_moved(bool(moved), bool(moved_within))
+        has_overflowed = self._settle(bool(has_overflowed))
         wants = self._wants()
+        if self._saver.updates:
+            assert self._attempt.committed is not None
+            done = self._attempt.committed + step.merged_steps
+            self._saver.updates.record(self._attempt.committed, done, applies=not has_overflowed)
         phases.enter(REDUCE)
         local = measured.local(losses)
-        local.wants, local.overflows = wants, bool(has_overflowed)
+        local.wants, local.overflows = wants, has_overflowed
         local.seconds["blocked_s"], self._blocked_s = self._blocked_s, 0.0
-        local.small_squares = self._model.small_squares(samples)
+        local.small_squares = self._model.small_squares(step.samples)
         local.micro_batches = len(local.small_squares)
         if layout.is_first:
             local.grad_norm = grad_norm
             local.stored_steps = self._attempt.telemetry.stored_steps if self._attempt.telemetry else 0
         return self._reducer.reduce(local)
+
+    def _settle(self, overflows: bool) -> bool:
+        """Agree on what the update of a sharded model needs from other ranks, so that a rank can take it although the commit breaks.
+
+        Returns:
+            Whether the gradient overflows: on this rank, or on any rank if the model is sharded.
+        """
+        if self._saver.updates is None:
+            return overflows
+        optimizer, control = self._model.optimizer, self._setup.layout.control
+        if self._model.loss_scale.is_used:
+            overflows = any_rank(overflows, control)
+        from undula.optim.layerwise import (
+            LayerwiseOptimizer,
+        )  # only here, because it imports the class of shards, which is slow
+
+        if isinstance(optimizer, LayerwiseOptimizer) and not overflows:
+            optimizer.settle()
+        return overflows
 
     def _wants(self) -> Wants:
         """Return the requests of this rank for the boundary after the step that it is about to commit.
@@ -129,6 +154,8 @@ class StepBoundary:
         self._worker.progress.enter(UPDATE)
         committed, attempt.committed = attempt.committed, None
         assert committed is not None
+        if self._saver.updates:
+            self._saver.updates.committed()
         self._model.baseline.drop()
         yield
         attempt.committed, attempt.committed_by = committed + steps, self._setup.attempt

@@ -1,7 +1,11 @@
 """Storage of a run's state on a rank: in snapshots, in checkpoints, with the controller, and in this process for the next group."""
 
+import math
 import time
 from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
@@ -10,10 +14,11 @@ from undula.errors import StorageError, SupersededError
 from undula.parallel.layout import timeout_of
 from undula.recovery.live_state import LiveState
 from undula.recovery.progress import SAVE, SNAPSHOT, STORAGE_BYTES_S
-from undula.recovery.rank_snapshots import RankSnapshots, find_state
+from undula.recovery.rank_snapshots import RankSnapshots, find_offers
 from undula.recovery.restore import Restored, Restorer
-from undula.recovery.snapshot import Snapshot, find_snapshots, folder_of, packed, parsed, state_bytes
+from undula.recovery.snapshot import UPDATE_SLOTS, find_snapshots, folder_of, packed, parsed, state_bytes
 from undula.recovery.snapshot_writer import SnapshotWriter
+from undula.recovery.update_log import UPDATES, UpdateLog, can_record
 from undula.recovery.worker_state import HeldState
 from undula.state.checkpoint import Checkpointer
 from undula.state.digest import additive_digest
@@ -39,6 +44,7 @@ class StateSaver:
 
     Attributes:
         snapshots: Snapshots of this rank; None before the run begins, or if the job takes none.
+        updates: Record of the updates of this rank, if they can be taken again; None if every rank holds the whole state.
         checkpoints: Checkpoints of the run.
     """
 
@@ -47,6 +53,7 @@ class StateSaver:
         self._setup, self._attempt, self._live = setup, attempt, live
         self._worker = setup.worker
         self.snapshots: RankSnapshots | None = None
+        self.updates: UpdateLog | None = None
         self.checkpoints = Checkpointer(
             setup.store,
             control,
@@ -69,17 +76,13 @@ class StateSaver:
         setup, before, worker = self._setup, self._setup.before, self._worker
         folder = folder_of(setup.job.run_url, setup.job.run_id)
 
-        def find() -> list[Snapshot]:
-            stored = find_state(folder, setup.plan_digest, setup.replicas, setup.layout)
-            return [snapshot for snapshot in stored if before.includes_state(*snapshot.age)]
-
         restorer = Restorer(
             self._live,
             self.checkpoints,
             setup.plan_digest,
             before.newest + 1,
             setup.layout,
-            find,
+            partial(find_offers, folder, setup.plan_digest, setup.replicas, setup.layout, before.includes_state),
             begin,
             worker.enter,
         )
@@ -90,13 +93,24 @@ class StateSaver:
 
     def begin(self, start: int) -> None:
         """Begin after `start` committed steps."""
-        setup, every = self._setup, self._setup.job.checkpoint.snapshot_every_steps
+        setup, live, every = self._setup, self._live, self._setup.job.checkpoint.snapshot_every_steps
         if setup.layout.is_first:
             self.checkpoints.begin(start)
+        records = not live.is_whole and can_record(live.model, live.optimizer)
+        own: Path | None = None
         if every != 0:
-            folder = folder_of(setup.job.run_url, setup.job.run_id)
-            writer = SnapshotWriter(folder, setup.plan_digest, setup.attempt, setup.layout.local_rank, every)
-            self.snapshots = RankSnapshots(self._live, writer, setup.replicas, setup.layout, self._worker)
+            folder, most = folder_of(setup.job.run_url, setup.job.run_id), UPDATES if records else math.inf
+            writer = SnapshotWriter(folder, setup.plan_digest, setup.attempt, setup.layout.local_rank, every, most)
+            own = writer.own if every is None or every <= len(UPDATE_SLOTS) else None
+        if records:
+            digest = setup.plan_digest
+            self.updates = UpdateLog(live.model, live.optimizer, digest, setup.attempt, own, every or UPDATES)
+        if every != 0:
+            self.snapshots = RankSnapshots(live, writer, setup.replicas, setup.layout, self._worker, self.updates)
+            if (
+                self.updates and start
+            ):  # otherwise a rank that is lost before the first snapshot would cost the steps until then
+                self.snapshots.begin(start, self._attempt.rows, is_sent=False, attempt=self._attempt.committed_by)
 
     @property
     def is_saving(self) -> bool:
@@ -198,7 +212,9 @@ class StateSaver:
             copied: Function that is called whenever a part of the state was copied.
         """
         attempt, state = self._attempt, self._live.held().on_host(copied)
-        return HeldState(self._setup.plan_digest, attempt.committed_by, done, state, attempt.rows)
+        pending = self.updates.pending if self.updates else None
+        updates = (replace(pending, state=pending.state.on_host(copied)),) if pending else ()
+        return HeldState(self._setup.plan_digest, attempt.committed_by, done, state, attempt.rows, updates=updates)
 
     def copies(self, done: int) -> dict[str, RankState]:
         """Return the copies of the state after `done` steps that this rank has stored, would send or would hand over, by purpose."""

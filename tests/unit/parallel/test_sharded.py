@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 from undula.errors import UsageError
 from undula.parallel.layout import join_layout
 from undula.recovery.live_state import LiveState
+from undula.recovery.offers import Offer
 from undula.recovery.restore import Restorer
 from undula.recovery.snapshot import find_snapshots
 from undula.recovery.snapshot_writer import SnapshotWriter
@@ -63,7 +64,7 @@ def _read(rank: int, world_size: int, folder: str) -> tuple[int, dict[str, Any],
     checkpoints = Checkpointer(Store(f"{folder}/run"), layout.control, 2, keep=2)
 
     def find() -> list[Any]:  # each rank is on a different node
-        return find_snapshots(Path(folder), "plan")[rank::world_size]
+        return [Offer(each) for each in find_snapshots(Path(folder), "plan")[rank::world_size]]
 
     restored = Restorer(LiveState(model, optimizer), checkpoints, "plan", 2, layout, find).restore(None)
     moments = [state["exp_avg"].full_tensor() for state in optimizer.state.values()]

@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from undula.parallel.layout import Layout, join_layout
-from undula.recovery import node_memory, snapshot_writer
+from undula.recovery import node_memory
+from undula.recovery import slot as slots
 from undula.recovery.rank_snapshots import RankSnapshots
 from undula.recovery.snapshot import find_snapshots, slots_below
 from undula.recovery.snapshot_writer import SnapshotWriter
@@ -171,7 +172,7 @@ def test_a_node_that_runs_out_of_memory_leaves_the_last_complete_state_until_a_c
     group.step(1)
     group.wait()
 
-    monkeypatch.setattr(snapshot_writer.os, "posix_fallocate", Mock(side_effect=OSError(28, "No space left on device")))
+    monkeypatch.setattr(slots.os, "posix_fallocate", Mock(side_effect=OSError(28, "No space left on device")))
     group.step(2, 3)
     assert group.warnings == ["[Errno 28] No space left on device"] * 2
     assert states(group.folder) == [(1, 1)]

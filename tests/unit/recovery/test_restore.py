@@ -11,8 +11,9 @@ from torch import nn
 
 from undula.parallel.layout import Layout, join_layout
 from undula.recovery.live_state import LiveState
-from undula.recovery.restore import Restored, Restorer, origin_of
-from undula.recovery.snapshot import Snapshot, find_snapshots
+from undula.recovery.offers import Answer, Offer, chosen, origin_of
+from undula.recovery.restore import Restored, Restorer
+from undula.recovery.snapshot import find_snapshots
 from undula.recovery.snapshot_writer import SnapshotWriter
 from undula.recovery.worker_state import HeldState
 from undula.state.checkpoint import Checkpointer
@@ -51,8 +52,8 @@ def restored(
         assert former.wait() is None
     begun: list[int] = []
 
-    def find() -> list[Snapshot]:
-        return find_snapshots(folder / "memory", "plan")
+    def find() -> list[Offer]:
+        return list(map(Offer, find_snapshots(folder / "memory", "plan")))
 
     result, weight, measured = restore_into(0, folder, attempt, layout, mine, find, begun.append)
     assert measured == [weight] * 2
@@ -65,7 +66,7 @@ def restore_into(
     attempt: int,
     layout: Layout,
     held: HeldState | None,
-    find: Callable[[], list[Snapshot]],
+    find: Callable[[], list[Offer]],
     begin: Callable[[int], None],
 ) -> tuple[Restored, float, list[float]]:
     """Restore a new model with an additional tensor, and also return its first weight and that tensor."""
@@ -124,4 +125,6 @@ HALVES = [Holding({}, {"weight": ((row,), (1,))}) for row in (0, 1)]
     ],
 )
 def test_all_places_are_named_from_which_the_pieces_come(answers: Any, origin: str) -> None:
-    assert origin_of(answers, (1, 8)) == origin
+    sources = [[Answer(*each) for each in of_source] for of_source in answers]
+    used = [sources[source][place] for source, places in enumerate(chosen(sources, (1, 8))) for place in places]
+    assert origin_of(used) == origin

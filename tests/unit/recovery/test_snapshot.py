@@ -15,7 +15,8 @@ import torch
 
 from undula.parallel.layout import join_layout
 from undula.recovery import node_memory, snapshot, snapshot_writer
-from undula.recovery.rank_snapshots import find_state
+from undula.recovery import slot as slots
+from undula.recovery.rank_snapshots import find_offers
 from undula.recovery.snapshot import Snapshot, available_memory, find_snapshots, is_private, packed, parsed
 from undula.recovery.snapshot_writer import SnapshotWriter
 from undula.state.pieces import Piece, RankState, TensorSpec, rank_state
@@ -64,7 +65,7 @@ def test_a_snapshot_is_copied_on_the_gpu_that_has_the_state(tmp_path: Path, monk
             used.append(event)
 
     ready = SimpleNamespace(device=torch.device("cuda", 1))
-    monkeypatch.setattr(snapshot_writer, "_ready", lambda tensors: ready)
+    monkeypatch.setattr(snapshot_writer, "ready_event", lambda tensors: ready)
     monkeypatch.setattr(torch.cuda, "Stream", Stream)
     monkeypatch.setattr(torch.cuda, "stream", nullcontext)
     take(SnapshotWriter(tmp_path / "run", "plan"), 1)
@@ -118,7 +119,7 @@ def test_a_state_that_does_not_fit_is_reported_and_training_goes_on(
     assert writer.problem is not None
     assert not writer.is_due(1.0)
     assert writer.bytes == 0
-    monkeypatch.setattr(snapshot_writer.os, "posix_fallocate", Mock(side_effect=OSError(28, "No space left on device")))
+    monkeypatch.setattr(slots.os, "posix_fallocate", Mock(side_effect=OSError(28, "No space left on device")))
     writer = SnapshotWriter(tmp_path / "full", "plan")
     take(writer, 1)
     assert writer.problem is not None
@@ -245,9 +246,9 @@ def test_a_folder_that_others_can_write_is_not_used(tmp_path: Path) -> None:
     writer = SnapshotWriter(folder, "plan")
     take(writer, 2)
     assert writer.problem == f"other users can write to {folder.parent}; remove that folder"
-    assert find_state(folder, "plan", None, layout) == []
+    assert find_offers(folder, "plan", None, layout, lambda *age: True) == []
     folder.parent.chmod(0o700)
-    assert [found.age for found in find_state(folder, "plan", None, layout)] == [(0, 1)]
+    assert [found.base.age for found in find_offers(folder, "plan", None, layout, lambda *age: True)] == [(0, 1)]
 
 
 def test_the_memory_limit_of_a_container_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,170 @@
+"""Moves of parts of a state to the ranks that lack them, from point to point, each part once.
+
+A *source* is a process that holds parts of the state. The ranks of the group are the first sources, in the order of their numbers; the
+workers that leave follow them.
+"""
+
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from undula.recovery.snapshot import aligned_bytes
+from undula.state.boxes import Box, difference, elements, intersection, split
+from undula.state.pieces import Piece, RankState, copy_overlap, part_of
+
+CHUNK_BYTES = 8 * 2**20
+"""Maximum size in bytes of what is sent at once, apart from a single element."""
+UNDER_WAY = 3
+"""Maximum number of chunks that a rank sends or receives at a time."""
+Held: TypeAlias = Mapping[str, Iterable[Box]]
+"""Boxes that a source holds, by name of the tensor."""
+Part: TypeAlias = tuple[str, Box]
+"""Name of a tensor, and a box of it."""
+
+
+@dataclass(frozen=True)
+class Move:
+    """Parts that a source gives to a rank at once."""
+
+    number: int
+    """Number of this move among those from the source to the rank."""
+    source: int
+    rank: int
+    parts: tuple[Part, ...]
+
+
+def lacking(rank: int, wanted: Mapping[str, Box], sources: Sequence[Held]) -> list[tuple[int, Part]]:
+    """Return which parts a rank needs of which other source, so that it gets each element that it lacks once.
+
+    Args:
+        rank: Number of the rank, which is also that of its own source.
+        wanted: Box that the rank needs of each tensor.
+        sources: What each source holds, and together all that is wanted.
+    """
+    # Ranks begin with different sources, so that not all of them ask the same one for what every source holds.
+    others = [*range(rank + 1, len(sources)), *range(rank)]
+    needed = []
+    for name, box in sorted(wanted.items()):
+        missing = [box] if elements(box) else []
+        for source in (rank, *others):
+            for held in sources[source].get(name, ()) if missing else ():
+                common = [part for each in missing if (part := intersection(each, held))]
+                missing = [part for each in missing for part in difference(each, held)]
+                needed += [(source, (name, part)) for part in common if source != rank]
+    return needed
+
+
+def moves_to(rank: int, needed: Iterable[tuple[int, Part]], element_bytes: Mapping[str, int]) -> list[Move]:
+    """Group what a rank needs into moves of at most CHUNK_BYTES each.
+
+    Args:
+        rank: Number of the rank.
+        needed: Result of `lacking`.
+        element_bytes: Size of an element of each tensor in bytes.
+    """
+    chunks: dict[int, list[list[Part]]] = {}
+    filled: dict[int, int] = {}
+    for source, (name, box) in needed:
+        for part in split(box, CHUNK_BYTES // element_bytes[name]):
+            num_bytes = elements(part) * element_bytes[name]
+            if source not in chunks or filled[source] + num_bytes > CHUNK_BYTES:
+                chunks.setdefault(source, []).append([])
+                filled[source] = 0
+            chunks[source][-1].append((name, part))
+            filled[source] += num_bytes
+    return [
+        Move(number, source, rank, tuple(parts))
+        for source, of_source in chunks.items()
+        for number, parts in enumerate(of_source)
+    ]
+
+
+def in_common_order(moves: Iterable[Move]) -> list[Move]:
+    """Return moves in an order in which no two ranks can wait for each other, if all ranks take those of theirs in this order."""
+    return sorted(moves, key=lambda move: (move.number, move.rank - move.source, move.source))
+
+
+def packed_parts(states: Sequence[RankState], parts: Sequence[Part]) -> Tensor:
+    """Return parts of what a source holds one after another, as bytes in host memory; each begins at a multiple of 64."""
+    tensors = [_find(states, name, box) for name, box in parts]
+    flat = torch.empty(sum(map(aligned_bytes, tensors)), dtype=torch.uint8, device="cpu")
+    for tensor, place in zip(
+        tensors, _places(flat, [(each.dtype, tuple(each.shape)) for each in tensors]), strict=True
+    ):
+        place.copy_(tensor)
+    return flat
+
+
+def unpack_parts(flat: Tensor, parts: Sequence[Part], targets: Mapping[str, Piece]) -> None:
+    """Copy parts that `packed_parts` has packed into the pieces of a rank."""
+    kinds = [(targets[name].tensor.dtype, box[1]) for name, box in parts]
+    for (name, box), place in zip(parts, _places(flat, kinds), strict=True):
+        copy_overlap(box, place, targets[name])
+
+
+def exchange(
+    rank: int,
+    moves: Iterable[Move],
+    states: Sequence[RankState],
+    targets: Mapping[str, Piece],
+    group: dist.ProcessGroup,
+    progress: Callable[[], None],
+) -> None:
+    """Take part in moves between the ranks of a group. All ranks must call this with the same moves.
+
+    Args:
+        rank: Number of this rank.
+        moves: Moves of all ranks, whose sources are ranks.
+        states: Parts of the state that this rank holds.
+        targets: Pieces that this rank restores.
+        group: Process group of the ranks, which must support CPU tensors.
+        progress: Function that is called before each move.
+    """
+    under_way: deque[tuple[dist.Work, Tensor, Move]] = deque()
+
+    def end_one() -> None:
+        work, flat, move = under_way.popleft()
+        progress()
+        work.wait()
+        if move.rank == rank:
+            unpack_parts(flat, move.parts, targets)
+
+    for move in in_common_order(moves):
+        if rank not in (move.source, move.rank):
+            continue
+        if len(under_way) == UNDER_WAY:
+            end_one()
+        if move.source == rank:
+            flat = packed_parts(states, move.parts)
+            work = dist.isend(flat, group=group, group_dst=move.rank)
+        else:
+            kinds = [targets[name].tensor.new_empty(box[1], device="meta") for name, box in move.parts]
+            flat = torch.empty(sum(map(aligned_bytes, kinds)), dtype=torch.uint8, device="cpu")
+            work = dist.irecv(flat, group=group, group_src=move.source)
+        assert work is not None
+        under_way.append((work, flat, move))
+    while under_way:
+        end_one()
+
+
+def _find(states: Sequence[RankState], name: str, box: Box) -> Tensor:
+    """Return a part of what a source holds. It lies in one of its pieces."""
+    for state in states:
+        if (piece := state.pieces.get(name)) and intersection(piece.box, box) == box:
+            return part_of(piece.tensor, piece.box, box)
+    raise LookupError(f"no state has the part {box} of {name!r}")
+
+
+def _places(flat: Tensor, kinds: Sequence[tuple[torch.dtype, tuple[int, ...]]]) -> list[Tensor]:
+    """Return views of packed parts, given their dtypes and sizes."""
+    places, begin = [], 0
+    for dtype, sizes in kinds:
+        like = torch.empty(sizes, dtype=dtype, device="meta")
+        places.append(flat[begin : begin + like.nbytes].view(dtype).view(sizes))
+        begin += aligned_bytes(like)
+    return places

@@ -1,0 +1,150 @@
+"""What processes offer to a group that starts: states of a run, and the steps to which recorded updates of the optimizer lead from them."""
+
+import itertools
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import torch
+
+from undula.recovery.replay import BEFORE, can_replay, replayed, replayed_holding
+from undula.recovery.snapshot import NEVER, Age, Snapshot
+from undula.recovery.worker_state import HeldState
+from undula.state.boxes import Box, whole_box
+from undula.state.pieces import Holding, RankState, Table, is_complete
+
+Stored: TypeAlias = HeldState | Snapshot
+
+
+@dataclass(frozen=True)
+class Answer:
+    """Description of a state that a process offers."""
+
+    age: Age
+    holding: Holding | None
+    """Extent of the process's pieces; None if it holds the whole state."""
+    origin: str
+    """Place of the state, for messages."""
+    is_settled: bool = True
+    """Whether the process has committed the state, and so knows its values and rows of the ledger. Otherwise it has the pieces only."""
+
+
+Answers: TypeAlias = list[list[Answer]]
+"""Answers of each source: of the ranks, in the order of their numbers, and then of other workers."""
+
+
+@dataclass(frozen=True)
+class Offer:
+    """State at a step boundary, and the updates that follow it."""
+
+    base: Stored
+    updates: tuple[Stored, ...] = ()
+    """Recorded updates, one after another. The state of each has the age of the state after the update."""
+
+    @classmethod
+    def of(cls, base: Stored, recorded: Iterable[Stored] = ()) -> "Offer":
+        """Return an offer of a state and of those updates of the same rank and group that follow it without a gap."""
+        step, updates = base.age[1], []
+        for update in sorted(recorded, key=lambda each: each.age):
+            if update.age > base.age and update.values[BEFORE] == step:
+                updates.append(update)
+                step = update.age[1]
+        return cls(base, tuple(updates))
+
+    def answers(self) -> Iterator[Answer]:
+        yield Answer(self.base.age, self.base.holding, self.base.origin)
+        holding = replayed_holding(self.base.holding, self.updates[-1].values) if self.updates else None
+        if holding:
+            for update in self.updates:
+                yield Answer(update.age, holding, self.base.origin, is_settled=False)
+
+    def bytes(self) -> int:
+        """Return the number of bytes that are read to load the state."""
+        stored = [each for each in (self.base, *self.updates) if isinstance(each, Snapshot)]
+        return sum(each.bytes for each in stored)
+
+    def load(self, age: Age, optimizer: torch.optim.Optimizer, device: torch.device) -> RankState:
+        """Return the state of an age, to which this offer leads.
+
+        Args:
+            age: The age.
+            optimizer: Optimizer of the run.
+            device: Device of this rank, on which updates are taken again.
+        """
+        state = self.base.load()
+        for update in self.updates:
+            if update.age <= age:
+                state = replayed(state, update.load(), type(optimizer), device)
+        return state
+
+
+def usable(offers: Iterable[Offer], optimizer: torch.optim.Optimizer) -> list[Offer]:
+    """Return the offers without the updates of another optimizer than the run's, as after a change of the script."""
+    return [
+        Offer(each.base, each.updates if all(can_replay(update.values, optimizer) for update in each.updates) else ())
+        for each in offers
+    ]
+
+
+def newest_complete(answers: Answers) -> Age:
+    """Return the age of the newest state that the sources hold completely, and that one of them has committed; NEVER if there is none.
+
+    Surviving ranks may differ by one step, because one of them may have committed a step before the group broke.
+    """
+    by_age: dict[Age, list[Answer]] = {}
+    for answer in itertools.chain(*answers):
+        by_age.setdefault(answer.age, []).append(answer)
+    whole = (
+        age
+        for age, of_age in by_age.items()
+        if any(answer.is_settled for answer in of_age) and is_complete([answer.holding for answer in of_age])
+    )
+    return max(whole, default=NEVER)
+
+
+def chosen(answers: Answers, age: Age) -> list[list[int]]:
+    """Return the places of the answers from which a state is restored, by source.
+
+    If sources have the whole state, these are theirs. Otherwise, each box comes from the first source that has it, and what is settled
+    comes before what must be computed again. So a lost rank's part comes from the memory of its node, but not those of ranks that live.
+    """
+    of_age = [
+        (source, place, answer)
+        for source, of_source in enumerate(answers)
+        for place, answer in enumerate(of_source)
+        if answer.age == age
+    ]
+    first: dict[object, tuple[int, int]] = {}
+    if any(answer.holding is None for *_, answer in of_age):
+        for source, place, answer in of_age:
+            if answer.holding is None:
+                first.setdefault(source, (source, place))
+    else:
+        for source, place, answer in sorted(of_age, key=lambda each: not each[2].is_settled):
+            for box in answer.holding.boxes.items() if answer.holding else ():
+                first.setdefault(box, (source, place))
+    used = set(first.values())
+    return [
+        [place for place in range(len(of_source)) if (source, place) in used]
+        for source, of_source in enumerate(answers)
+    ]
+
+
+def origin_of(answers: Iterable[Answer]) -> str:
+    """Return the places of a state, given the answers from which it is restored."""
+    return " and ".join(dict.fromkeys(answer.origin for answer in answers))
+
+
+def boxes_of(answers: Iterable[Answer], expected: Table) -> dict[str, list[Box]]:
+    """Return the boxes of a state that a source gives, by name.
+
+    Args:
+        answers: Answers of the source from which the state is restored.
+        expected: All tensors of the state.
+    """
+    boxes: dict[str, list[Box]] = {}
+    whole = {name: whole_box(spec.shape) for name, spec in expected.items()}
+    for answer in answers:
+        for name, box in (answer.holding.boxes if answer.holding else whole).items():
+            boxes.setdefault(name, []).append(box)
+    return boxes

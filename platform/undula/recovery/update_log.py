@@ -1,0 +1,147 @@
+"""Record of what the optimizer of a sharded model is given, before the step is committed: in this process, and in the memory of the node.
+
+A rank whose commit breaks can take its step all the same, if another rank has committed it. What a rank that is killed had in its process
+is computed again from its newest snapshot and the updates since, which outlive it in the memory of its node.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from undula.parallel.sharding import has_known_results
+from undula.recovery.node_memory import reserve
+from undula.recovery.replay import APPLIES, BEFORE, GRADIENT, KIND, PRESENT, TRUST, kind_of
+from undula.recovery.slot import Slot, ready_event
+from undula.recovery.snapshot import UPDATE_SLOTS, Arrangement, encoded, fixed_meta
+from undula.recovery.worker_state import HeldState
+from undula.state.model_state import parameter_names
+from undula.state.optimizer_state import GROUPS, encoded_groups
+from undula.state.pieces import Piece, RankState, is_sharded, is_sharded_tensor, piece_of
+
+UPDATES = 4
+"""Number of updates that a rank keeps in the memory of its node by default: a snapshot is taken at least as often."""
+
+
+class UpdateLog:
+    """Records the updates of one rank.
+
+    Args:
+        module: Module of the run.
+        optimizer: Optimizer of the run.
+        plan_digest: Digest of the run's plan.
+        attempt: Number of the attempt.
+        own: Folder of the rank's slots in the memory of its node; None to keep updates in this process only.
+        count: Number of updates to keep there.
+
+    Attributes:
+        pending: Update whose step is not committed yet; None if there is none.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        plan_digest: str,
+        attempt: int,
+        own: Path | None = None,
+        count: int = UPDATES,
+    ):
+        self._module, self._optimizer = module, optimizer
+        self._plan_digest, self._attempt = plan_digest, attempt
+        self._own = own
+        self._names = UPDATE_SLOTS[:count]
+        self._slots: list[Slot] = []
+        self._form: object = None
+        self._fixed_meta = b""
+        self._next = 0
+        self._places: dict[nn.Parameter, Piece] = {}
+        """Piece of each parameter, whose gradient has the same place."""
+        self.pending: HeldState | None = None
+
+    def record(self, before: int, done: int, applies: bool) -> None:
+        """Record the update that leads from `before` to `done` steps. No snapshot may be in progress.
+
+        Args:
+            before: Number of committed steps.
+            done: Number of steps after the update.
+            applies: Whether the optimizer will step, instead of skipping the step.
+        """
+        names, pieces = parameter_names(self._module), {}
+        tensors: dict[str, Tensor] = {}
+        groups = encoded_groups(self._optimizer, names, tensors)
+        present = []
+        for parameter in self._parameters():
+            place, name = self._place(parameter), names[parameter]
+            if parameter.grad is None:
+                gradient = place.tensor.new_zeros(()).expand(place.tensor.shape)  # takes its place in the slot
+            else:
+                gradient = _local(parameter.grad).detach()
+                present.append(name)
+            pieces[GRADIENT + name] = Piece(gradient, place.shape, place.offsets, place.is_replicated)
+        ratios = getattr(self._optimizer, "settled", None)  # of LARS and LAMB, whose import is slow
+        tensors |= {f"{TRUST}{number:04d}": ratio for number, ratio in enumerate(ratios or ())}
+        pieces |= {name: piece_of(tensor) for name, tensor in tensors.items()}
+        values = {BEFORE: before, APPLIES: applies, KIND: kind_of(self._optimizer), PRESENT: present, GROUPS: groups}
+        self.pending = HeldState(self._plan_digest, self._attempt, done, RankState(pieces, values), ())
+        if self._own is not None:
+            self._store(self.pending)
+
+    def committed(self) -> None:
+        """Forget the pending update, whose step is committed."""
+        self.pending = None
+
+    def close(self) -> None:
+        """Record in this process only from now on."""
+        self._own, self._slots = None, []
+
+    def _store(self, update: HeldState) -> None:
+        try:
+            if not self._lay_out(update.state):
+                return
+            slot, self._next = self._slots[self._next], (self._next + 1) % len(self._slots)
+            sources = [piece.tensor for piece in update.state.pieces.values()]
+            slot.write(sources, ready_event(sources), encoded(self._fixed_meta, update.age, (), update.values))
+        except OSError:  # the state is still in the snapshots, which may be some steps older
+            self.close()
+
+    def _lay_out(self, update: RankState) -> bool:
+        """Prepare the slots for an update. Return whether the node has memory for them."""
+        former, self._form = (
+            self._form,
+            [(name, piece.box, piece.tensor.dtype) for name, piece in update.pieces.items()],
+        )
+        if self._form != former:
+            assert self._own is not None
+            arrangement = Arrangement(update.pieces)
+            self._fixed_meta = fixed_meta(self._plan_digest, arrangement)
+            self._slots, self._next = [], 0
+            if reserve(self._own, dict.fromkeys(self._names, arrangement.bytes)) is None:
+                self._slots = [Slot(self._own / name, arrangement) for name in self._names]
+        return bool(self._slots)
+
+    def _parameters(self) -> Iterator[nn.Parameter]:
+        for group in self._optimizer.param_groups:
+            yield from (parameter for parameter in group["params"] if parameter.requires_grad)
+
+    def _place(self, parameter: nn.Parameter) -> Piece:
+        if parameter not in self._places:
+            self._places[parameter] = piece_of(parameter)
+        return self._places[parameter]
+
+
+def can_record(module: nn.Module, optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether the updates of an optimizer can be taken again on the shards of a module, with the same bits.
+
+    That is unknown if the script has given the optimizer hooks or a step of its own. Schedulers of torch count the steps of an optimizer.
+    """
+    has_hooks = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
+    step = vars(optimizer).get("step")
+    has_step = step is not None and not getattr(step, "_wrapped_by_lr_sched", False)
+    return is_sharded(module) and has_known_results(optimizer) and not has_hooks and not has_step
+
+
+def _local(tensor: Tensor) -> Tensor:
+    own: Tensor = tensor.to_local() if is_sharded_tensor(tensor) else tensor  # type: ignore[attr-defined]
+    return own

@@ -1,0 +1,231 @@
+"""Worker processes that outlive their groups, as on Ray: one is killed in the middle of a step, and the others go on in a new group."""
+
+import signal
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, Literal
+
+import psutil
+import pytest
+import torch
+import torch.distributed as dist
+from features import FEATURES, SCALE_INTERVAL
+from numbers_job import cpu_run
+from ranks import forks
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from undula.parallel.engines.engine import Engine
+from undula.recovery.worker_state import LeaveGroup, Request, WorkerState
+from undula.state.processes import send_signal
+from undula.train import loss_scale
+from undula.train.boundary import StepBoundary
+from undula.train.job import Job
+from undula.train.run import Run
+from undula.train.step_reduction import StepReducer
+
+Place = Literal[
+    "before the reduction",
+    "between reduction and commit",
+    "inside the commit",
+    "after its commit",
+    "in the optimizer's step",
+    "after the optimizer's step",
+]
+LIMIT_S = 120.0
+
+
+@dataclass(frozen=True)
+class Fault:
+    """What ends a group: a rank is killed at some place of a step, and others may not learn of the commit."""
+
+    place: Place
+    rank: int
+    step: int
+    deaf: tuple[int, ...] = ()
+    """Ranks whose commit fails although others succeed in theirs."""
+
+
+@dataclass(frozen=True)
+class Order:
+    """Group that a worker joins."""
+
+    name: str
+    """Row of the features."""
+    job: Job
+    rank: int
+    world_size: int
+    file: str
+    fault: Fault | None = None
+    leaves_after: int | None = None
+
+
+@dataclass(frozen=True)
+class Ended:
+    """End of a group on a worker."""
+
+    how: Literal["ended", "left", "broken"]
+    committed: int
+    """Number of steps that the worker has committed."""
+    held: int | None
+    """Number of steps of the state that it keeps; None for none."""
+    updates: int
+    """Number of updates that it keeps."""
+
+
+class Workers:
+    """Worker processes, which are killed at the end of the block.
+
+    Args:
+        folder: Folder for the files by which the ranks find each other.
+    """
+
+    def __init__(self, folder: Path):
+        self._folder = folder
+        self._groups = 0
+        self._all: list[Any] = []
+
+    def __enter__(self) -> "Workers":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for process, _ in self._all:
+            process.kill()
+            process.join()
+
+    def start(self) -> Any:
+        """Start a worker, and return its process and its connection."""
+        context = forks("features", "group_kit")
+        ours, theirs = context.Pipe()
+        process = context.Process(target=_work, args=(theirs,))
+        process.start()
+        theirs.close()
+        self._all.append((process, ours))
+        return self._all[-1]
+
+    def train(self, members: Sequence[Any], name: str, job: Job, **order: Any) -> list[Ended | None]:
+        """Let workers train as a group, and return how it has ended on each; None for one that was killed."""
+        self._groups += 1
+        file = str(self._folder / f"group-{self._groups}")
+        for rank, (_, pipe) in enumerate(members):
+            pipe.send(Order(name, job, rank, len(members), file, **order))
+        ends = []
+        for _, pipe in members:
+            try:
+                assert pipe.poll(LIMIT_S), "a worker does not answer"
+                end, error = pipe.recv()
+                assert error is None, error
+                ends.append(end)
+            except (EOFError, ConnectionResetError):
+                ends.append(None)
+        return ends
+
+
+def _work(pipe: Any) -> None:
+    torch.set_num_threads(1)
+    worker = WorkerState(is_run=True, controller=object())
+    while True:
+        order = pipe.recv()
+        try:
+            pipe.send((_train(order, worker), None))
+        except BaseException:
+            pipe.send((None, traceback.format_exc()))
+
+
+def _train(order: Order, worker: WorkerState) -> Ended:
+    limit = timedelta(seconds=LIMIT_S)
+    store = f"file://{order.file}"
+    dist.init_process_group("gloo", init_method=store, rank=order.rank, world_size=order.world_size, timeout=limit)
+    worker.join_group()
+    run = cpu_run(order.job, order.rank, order.world_size, worker)
+    how: Any = "ended"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loss_scale, "GROWTH_INTERVAL", SCALE_INTERVAL)
+        if order.fault:
+            _inject(order.fault, order.rank, run, patch)
+        try:
+            FEATURES[order.name].train(run, lambda index: _request(worker, index, order.leaves_after))
+        except LeaveGroup:
+            how = "left"
+        except RuntimeError as error:
+            if "gloo" not in str(error).lower():
+                raise
+            how, worker.is_sound = "broken", True
+        committed = run._loop.attempt.committed if run._loop else None
+        if how != "ended":
+            run.hand_over()
+        run.free()
+    dist.destroy_process_group()
+    held = worker.held
+    return Ended(how, committed or 0, held.step if held else None, len(held.updates) if held else 0)
+
+
+def _request(worker: WorkerState, index: int, leaves_after: int | None) -> None:
+    worker.request = Request(leaves=index + 1 == leaves_after)
+
+
+def _inject(fault: Fault, rank: int, run: Run, patch: pytest.MonkeyPatch) -> None:
+    """Let a fault happen in this process, if it is one of this rank."""
+    if rank in fault.deaf:
+        _after(patch, StepReducer, "reduce", _fail, _times(fault.step))
+    if rank != fault.rank:
+        return
+    match fault.place:
+        case "before the reduction":
+            _before(patch, Engine, "finish_gradients", _die, _times(fault.step))
+        case "between reduction and commit":
+            _before(patch, StepBoundary, "reduce", _die, _times(fault.step))
+        case "inside the commit":
+            _before(patch, StepReducer, "reduce", _die, _times(fault.step))
+        case "after its commit":
+            _after(patch, StepReducer, "reduce", _die, _times(fault.step))
+        case "in the optimizer's step":
+            steps: list[bool] = []  # that the engine has begun; a step that is skipped has no step of the optimizer
+            _before(patch, Engine, "step", lambda: steps.append(True), lambda: True)
+            register_optimizer_step_pre_hook(lambda *_: _die() if len(steps) == fault.step + 1 else None)
+            _after(patch, Engine, "step", _die, _times(fault.step))
+        case "after the optimizer's step":
+            _before(patch, StepBoundary, "committed", _die, _times(fault.step))
+
+
+def _times(step: int) -> Callable[[], bool]:
+    """Return a function that returns True in the call of that step, of those of this group's steps."""
+    calls = iter(range(step + 1))
+    return lambda: next(calls, step + 1) == step
+
+
+def _die() -> None:
+    send_signal(psutil.Process(), signal.SIGKILL)
+
+
+def _fail() -> None:
+    raise RuntimeError("gloo: the connection was lost before the last part arrived")
+
+
+def _before(
+    patch: pytest.MonkeyPatch, owner: Any, name: str, act: Callable[[], None], is_now: Callable[[], bool]
+) -> None:
+    original = getattr(owner, name)
+
+    def patched(*arguments: Any, **more: Any) -> Any:
+        if is_now():
+            act()
+        return original(*arguments, **more)
+
+    patch.setattr(owner, name, patched)
+
+
+def _after(
+    patch: pytest.MonkeyPatch, owner: Any, name: str, act: Callable[[], None], is_now: Callable[[], bool]
+) -> None:
+    original = getattr(owner, name)
+
+    def patched(*arguments: Any, **more: Any) -> Any:
+        result = original(*arguments, **more)
+        if is_now():
+            act()
+        return result
+
+    patch.setattr(owner, name, patched)

@@ -1,0 +1,71 @@
+"""Tests that a rank of a sharded model, killed anywhere in a step, costs no step, and that the run keeps the bits of an unsharded one."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from features import FEATURES, Group, numbers_of, origins_of, train_in_groups
+from group_kit import Fault, Place, Workers
+from ranks import on_ranks
+
+from undula.state.events import StartEvent
+from undula.state.ledger import events_of, read_ledger
+from undula.storage import Store
+from undula.train.job import Job
+
+STAGE_3 = ["plain, sharded in stage 3", "lamb, sharded in stage 3", "fp16, sharded in stage 3"]
+COMMITS_NOWHERE: list[Place] = ["before the reduction", "between reduction and commit", "inside the commit"]
+COMMITS: list[Place] = ["after its commit", "in the optimizer's step", "after the optimizer's step"]
+
+
+@pytest.fixture(scope="module")
+def expected(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, list[Any]]]:
+    """Numbers of each row, trained unsharded on one rank."""
+    folder = tmp_path_factory.mktemp("expected")
+    jobs = {name: FEATURES[FEATURES[name].like or name].job(folder / str(place)) for place, name in enumerate(STAGE_3)}
+    rows = {FEATURES[name].like or name: job for name, job in jobs.items()}
+    on_ranks(1, train_in_groups, rows, (Group(),))
+    return {name: numbers_of(job) for name, job in jobs.items()}
+
+
+@pytest.fixture
+def workers(tmp_path: Path) -> Iterator[Workers]:
+    with Workers(tmp_path) as made:
+        yield made
+
+
+def starts_of(job: Job) -> list[int]:
+    return [event.step for event in events_of(read_ledger(Store(job.run_url)).events, StartEvent)]
+
+
+def without(numbers: dict[str, list[Any]], key: str) -> dict[str, list[Any]]:
+    return {name: values for name, values in numbers.items() if name != key}
+
+
+@pytest.mark.parametrize("name", STAGE_3)
+@pytest.mark.parametrize(
+    ("fault", "start"),
+    [
+        *[pytest.param(Fault(place, rank=1, step=5), 5, id=place) for place in COMMITS_NOWHERE],
+        *[pytest.param(Fault(place, rank=1, step=5), 6, id=place) for place in COMMITS],
+        pytest.param(Fault("after its commit", rank=1, step=5, deaf=(2,)), 6, id="one survivor has the commit"),
+        pytest.param(
+            Fault("after its commit", rank=1, step=5, deaf=(0, 2)), 5, id="only the killed rank has the commit"
+        ),
+    ],
+)
+def test_a_rank_that_is_killed_costs_no_step(
+    name: str, fault: Fault, start: int, workers: Workers, tmp_path: Path, expected: dict[str, Any]
+) -> None:
+    job = FEATURES[name].job(tmp_path / "job")
+    members = [workers.start() for _ in range(3)]
+    ends = workers.train(members, name, job, fault=fault)
+    assert [end and end.how for end in ends] == ["broken", None, "broken"]
+    assert max(end.committed for end in ends if end) == start
+    ends = workers.train([members[0], members[2]], name, job)  # the node of the killed rank lives on
+    assert [end and end.how for end in ends] == ["ended", "ended"]
+    assert starts_of(job) == [0, start]
+    # The work of the script after the commit may not have ended, and this script does not repeat it.
+    assert without(numbers_of(job), "logged.before") == without(expected[name], "logged.before")
+    assert origins_of(job)[1] == "the memory of a worker and the memory of a node"
