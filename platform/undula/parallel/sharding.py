@@ -1,9 +1,10 @@
 """Models and optimizers that can be sharded with the results of unsharded ones."""
 
 from collections.abc import Mapping
+from typing import Protocol, runtime_checkable
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, Optimizer, RAdam, RMSprop
 
 from undula.errors import UsageError
@@ -15,6 +16,17 @@ _COMPARED = {SGD, Adam, AdamW, RMSprop, Adagrad, NAdam, RAdam, Adamax, Adadelta,
 _OTHER_BITS_IN_LISTS = {NAdam, RAdam, ASGD}
 """Optimizers whose results with foreach=True, which processes lists of tensors, are others than without."""
 _OWN = ("undula.optim.lamb.Lamb", "undula.optim.lars.LARS")
+
+
+@runtime_checkable
+class Settles(Protocol):
+    """Optimizer that needs the other ranks in a step, such as LARS and LAMB, whose import would be slow, and can do so before it."""
+
+    settled: list[Tensor] | None
+    """What `settle` has computed for the next step; None if the step is to compute it."""
+
+    def settle(self) -> None:
+        """Compute what the next step needs of other ranks. All ranks must call this."""
 
 
 def problem_of_sharding(module: nn.Module, spec: ShardingSpec) -> str | None:

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from undula.parallel.sharding import has_known_results
+from undula.parallel.sharding import Settles, has_known_results
 from undula.recovery.node_memory import reserve
 from undula.recovery.replay import APPLIES, BEFORE, GRADIENT, KIND, PRESENT, TRUST, kind_of
 from undula.recovery.slot import Slot, ready_event
@@ -80,7 +80,7 @@ class UpdateLog:
                 gradient = _local(parameter.grad).detach()
                 present.append(name)
             pieces[GRADIENT + name] = Piece(gradient, place.shape, place.offsets, place.is_replicated)
-        ratios = getattr(self._optimizer, "settled", None)  # of LARS and LAMB, whose import is slow
+        ratios = self._optimizer.settled if isinstance(self._optimizer, Settles) else None
         tensors |= {f"{TRUST}{number:04d}": ratio for number, ratio in enumerate(ratios or ())}
         pieces |= {name: piece_of(tensor) for name, tensor in tensors.items()}
         values = {BEFORE: before, APPLIES: applies, KIND: kind_of(self._optimizer), PRESENT: present, GROUPS: groups}

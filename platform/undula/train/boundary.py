@@ -8,6 +8,7 @@ from torch import Tensor
 
 from undula.parallel.collectives import any_rank
 from undula.parallel.device_clock import read_scalars
+from undula.parallel.sharding import Settles
 from undula.plan.plan import OptimizerStep
 from undula.recovery.progress import BETWEEN_STEPS, HAND_OVER, MEMORY_BYTES_S, REDUCE, SNAPSHOT, UPDATE
 from undula.recovery.worker_state import LeaveGroup, Request
@@ -109,11 +110,7 @@ class StepBoundary:
         optimizer, control = self._model.optimizer, self._setup.layout.control
         if self._model.loss_scale.is_used:
             overflows = any_rank(overflows, control)
-        from undula.optim.layerwise import (
-            LayerwiseOptimizer,
-        )  # only here, because it imports the class of shards, which is slow
-
-        if isinstance(optimizer, LayerwiseOptimizer) and not overflows:
+        if isinstance(optimizer, Settles) and not overflows:
             optimizer.settle()
         return overflows
 
