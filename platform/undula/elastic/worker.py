@@ -24,6 +24,7 @@ from undula.masking.output import mask_output
 from undula.parallel.compile import compile_with_own_threads, problem_of_compiler
 from undula.parallel.layout import join_layout
 from undula.plan.plan import Plan
+from undula.recovery.leaving_workers import LeavingWorkers
 from undula.recovery.progress import COMPILE_S, LEFT
 from undula.recovery.replica import ReplicaClient
 from undula.recovery.worker_state import LeaveGroup, WorkerState
@@ -78,7 +79,8 @@ class JobWorker:
             try:
                 make_ready(self.train)
                 layout = join_layout(rank, world_size, device, local_rank)
-                session = GroupSession(RunSetup.of(self.job, layout, worker, self.publish, _replicas(worker)))
+                leavers = LeavingWorkers(worker.controller) if worker.controller else None
+                session = GroupSession(RunSetup.of(self.job, layout, worker, self.publish, _replicas(worker), leavers))
                 run = Run(session)
                 files = work_folder()
                 if files:

@@ -1,16 +1,24 @@
 """Workers that have left their group but still hold its state: the next group gets from them what its ranks lack."""
 
-from collections.abc import Iterator, Sequence
-from typing import Any, Protocol
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Protocol, TypeAlias
 
 from torch import Tensor
 
 from undula.recovery.moves import Part
 from undula.recovery.offers import Answer
+from undula.state.pieces import Table
+from undula.state.records import StepRow
+
+Common: TypeAlias = tuple[Mapping[str, Any], tuple[StepRow, ...], Table]
+"""What all ranks take over from one that has committed a state: its values, its rows of the ledger, and the table of its tensors."""
 
 
 class Leavers(Protocol):
-    """Workers that are in no group, as a rank of a group that starts sees them."""
+    """Workers that are in no group any more, as a rank of a group that starts sees them.
+
+    All methods raise LostLeaverError if a worker was lost.
+    """
 
     names: list[str]
     """Names of those that have answered to rank 0, in the order of their numbers."""
@@ -18,8 +26,8 @@ class Leavers(Protocol):
     def answers(self, plan_digest: str) -> list[tuple[str, list[Answer]]]:
         """Ask all of them for the states of a plan that they hold, and return their names and answers."""
 
-    def common(self, number: int) -> Any:
-        """Return the values, the rows and the table of the state that one of them holds."""
+    def common(self, number: int) -> Common:
+        """Return what all ranks take over from one of them, by its number."""
 
     def parts(self, asked: Sequence[tuple[int, Sequence[Part]]]) -> Iterator[Tensor]:
         """Yield parts of their states, as `packed_parts` packs them.

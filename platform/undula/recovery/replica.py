@@ -14,8 +14,7 @@ import ray
 from ray.exceptions import RayError
 
 from undula.recovery.slot import Send
-from undula.recovery.snapshot import Snapshot, packed, parsed
-from undula.recovery.worker_state import HeldState
+from undula.recovery.snapshot import Snapshot, parsed
 
 PUT_SHARE = 0.005
 """Maximum share of the time that is spent on passing replicas to Ray, which takes memory bandwidth from training."""
@@ -69,22 +68,6 @@ class ReplicaClient:
         now = time.monotonic()
         self._next = max(self._next, now + (now - self._began) / WAY_SHARE)
 
-    def give(self, held: HeldState, state_bytes: int) -> bool:
-        """Send the part of the state that this process holds, and wait until it has arrived, because this node may be removed.
-
-        Args:
-            held: The state that this process holds.
-            state_bytes: Number of bytes that all ranks send of this state.
-
-        Returns:
-            Whether the controller has stored it; False if it has no room or does not answer.
-        """
-        meta, data = packed(held.plan_digest, held.age, held.state, held.rows)
-        try:
-            return bool(ray.get(self._store(meta, np.frombuffer(data, np.uint8), state_bytes, is_last=True)))
-        except RayError:
-            return False
-
     def fetch(self, rank: int, world_size: int) -> list[Snapshot]:
         """Fetch a rank's share of the snapshots that the controller holds."""
         try:
@@ -104,9 +87,9 @@ class ReplicaClient:
         self._next = began + (time.monotonic() - began) / PUT_SHARE
         answer.future().add_done_callback(self._arrived)
 
-    def _store(self, meta: bytes, data: "np.ndarray[Any, Any]", state_bytes: int, is_last: bool = False) -> Any:
+    def _store(self, meta: bytes, data: "np.ndarray[Any, Any]", state_bytes: int) -> Any:
         # Ray would move a reference that is an argument of its own to the head before the controller can refuse it.
-        return self._controller.store_replica.remote(self._rank, meta, [ray.put(data)], state_bytes, is_last)
+        return self._controller.store_replica.remote(self._rank, meta, [ray.put(data)], state_bytes)
 
     def _arrived(self, answer: "Future[bool]") -> None:
         self._has_room = self._has_room and answer.exception() is None and answer.result()

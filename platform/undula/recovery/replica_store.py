@@ -51,19 +51,18 @@ class ReplicaStore:
         """Return the number of bytes that a state may take beside the newest complete one."""
         return self.budget() - self._whole.bytes
 
-    def admits(self, age: Age, state_bytes: int, is_last: bool) -> bool:
+    def admits(self, age: Age, state_bytes: int) -> bool:
         """Return whether the parts of a state may be stored. The answer is the same for all parts.
 
         Args:
             age: Age of the state.
-            state_bytes: Size of all parts of the state in bytes.
-            is_last: Whether no newer state will follow. Otherwise there must be room for another state of this size beside this one.
+            state_bytes: Size of all parts of the state in bytes. A newer state of this size will follow, and there must be room for both.
         """
         if self._is_superseded(age) or age == self.refused:
             return False
         if age == self._incoming.age:
             return True
-        if state_bytes > self.room() or (not is_last and 2 * state_bytes > self.budget()):
+        if state_bytes > self.room() or 2 * state_bytes > self.budget():
             self.refused = age
             return False
         self._incoming = _State(age)

@@ -6,14 +6,14 @@ else that of step 0.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from undula.errors import RunError
 from undula.parallel.layout import Layout
-from undula.recovery.leavers import Leavers
+from undula.recovery.leavers import Common, Leavers
 from undula.recovery.live_state import LiveState, Targets
 from undula.recovery.moves import Held, Move, exchange, lacking, moves_to, unpack_parts
 from undula.recovery.offers import Answers, Offer, boxes_of, chosen, newest_complete, origin_of, usable
@@ -24,12 +24,10 @@ from undula.state.checkpoint import Checkpointer
 from undula.state.checkpoint_files import table_of
 from undula.state.commit import Commit
 from undula.state.model_state import beside_model_and_optimizer
-from undula.state.pieces import Piece, RankState, Table, copy_overlap
+from undula.state.pieces import Piece, RankState, copy_overlap
 from undula.state.records import StepRow
 
 BUCKET_BYTES = 32 * 2**20
-Common: TypeAlias = tuple[Mapping[str, Any], tuple[StepRow, ...], Table]
-"""What all ranks take over from one that has committed a state: its values, its rows of the ledger, and the table of its tensors."""
 
 
 @dataclass(frozen=True)

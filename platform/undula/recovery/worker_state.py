@@ -26,6 +26,10 @@ class GroupEndedError(Exception):
     """The group has ended without this rank, which had not joined a collective for a while."""
 
 
+class LostLeaverError(GroupEndedError):
+    """A worker was lost from which this rank was getting a part of the state. Another group can start without it."""
+
+
 @dataclass(frozen=True)
 class HeldState:
     """State of a run at a step boundary, as this process holds it."""
@@ -67,10 +71,6 @@ class Request:
 
     leaves: bool = False
     """Whether to leave the group there."""
-    gives: bool = False
-    """Whether to give state that only this rank has to the controller, because a rank of this group will not be in the next one."""
-    gives_all: bool = False
-    """Whether the ranks must give the whole state to the controller, because none of them will be in the next group."""
     saves: bool = False
     """Whether to commit a checkpoint there."""
     until: float = inf
@@ -94,6 +94,8 @@ class WorkerState:
     """Ports on which the process listened before it joined a group."""
     collective_sockets: frozenset[str] = frozenset()
     """Names of the sockets that Horovod has opened."""
+    shares_state: bool = False
+    """Whether the ranks of the last group held different parts of the state."""
     is_run: bool = False
     """Whether the train function uses a Run, which can leave the group at a step boundary."""
     owes_save: bool = False

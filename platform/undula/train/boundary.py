@@ -133,8 +133,6 @@ class StepBoundary:
         return Wants(
             leaves=request.leaves,
             abandons=request.leaves and time.time() >= request.until,
-            gives=request.gives,
-            gives_all=request.gives_all,
             saves=request.saves,
             owes_save=self._worker.owes_save or self.is_save_asked,
             has_saved=self._saver.checkpoints.has_finished_here,
@@ -245,18 +243,15 @@ class StepBoundary:
         elif ends or (leaves and wants.saves) or (worker.owes_save and not leaves and not is_saving):
             saver.save(done)
         if leaves and (wants.saves or wants.abandons or not is_saving):
-            self._leave(done)
+            self._leave()
         worker.enter(BETWEEN_STEPS)
         self._blocked_s += time.perf_counter() - began
 
-    def _leave(self, done: int) -> None:
+    def _leave(self) -> None:
         """End the group. All ranks must call this at the same step boundary."""
         wants, saver = self.wants, self._saver
         if wants.abandons and not wants.saves and saver.is_saving:
             saver.abandon()
-        # A rank that will not be in the next group may have the only copy of a piece.
-        if wants.gives or wants.gives_all:
-            saver.give(done, wants.gives_all)
         saver.finish_saving()
         raise LeaveGroup
 

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch.distributed as dist
 
@@ -16,7 +15,7 @@ from undula.recovery.live_state import LiveState
 from undula.recovery.progress import SAVE, SNAPSHOT, STORAGE_BYTES_S
 from undula.recovery.rank_snapshots import RankSnapshots, find_offers
 from undula.recovery.restore import Restored, Restorer
-from undula.recovery.snapshot import UPDATE_SLOTS, find_snapshots, folder_of, packed, parsed, state_bytes
+from undula.recovery.snapshot import UPDATE_SLOTS, find_snapshots, folder_of, packed, parsed
 from undula.recovery.snapshot_writer import SnapshotWriter
 from undula.recovery.update_log import UPDATES, UpdateLog, can_record
 from undula.recovery.worker_state import HeldState
@@ -85,10 +84,11 @@ class StateSaver:
             partial(find_offers, folder, setup.plan_digest, setup.replicas, setup.layout, before.includes_state),
             begin,
             worker.enter,
+            setup.leavers,
         )
         held = worker.held
         restored = restorer.restore(held if held and before.includes_state(*held.age) else None)
-        worker.held = None
+        worker.held, worker.shares_state = None, not self._live.is_whole
         return restored
 
     def begin(self, start: int) -> None:
@@ -181,28 +181,6 @@ class StateSaver:
         self.checkpoints.abandon()
         self._worker.owes_save = True
         self._attempt.report(WarningEvent("checkpoint_failed", "a worker had to leave its node before it was complete"))
-
-    def give(self, done: int, gives_whole: bool) -> None:
-        """Give the state to the controller, or begin to write a checkpoint if it has no room.
-
-        Args:
-            done: Number of committed steps.
-            gives_whole: Whether to give a state that every rank holds as well.
-        """
-        layout, replicas, is_whole = self._setup.layout, self._setup.replicas, self._live.is_whole
-        if is_whole and not gives_whole:
-            return
-        has_part = layout.is_first or not is_whole
-        self._enter_save()
-        num_bytes = state_bytes(self._live.held(), layout.control)
-        is_given = not has_part or (
-            replicas is not None and replicas.give(self.held(done, self._enter_save), num_bytes)
-        )
-        answers: list[Any] = [None] * layout.world_size
-        dist.all_gather_object(answers, is_given, group=layout.control)
-        if not all(answers):
-            self._attempt.report(WarningEvent("no_room_for_state", step=done))
-            self.save(done)
 
     def held(self, done: int, copied: Callable[[], None]) -> HeldState:
         """Return the state of this rank after `done` steps in host memory, where the process keeps it.

@@ -18,6 +18,7 @@ from undula.telemetry.messages import Publisher
 from undula.train.job import Job
 
 if TYPE_CHECKING:
+    from undula.recovery.leavers import Leavers
     from undula.recovery.replica import ReplicaClient  # which imports Ray
 
 
@@ -41,6 +42,8 @@ class RunSetup:
     """Number of this attempt, the same on every rank."""
     before: Lineage
     """Parts of the work of earlier attempts that belong to the run."""
+    leavers: "Leavers | None" = None
+    """Workers that are in no group any more; None with Ray Train's own controller."""
 
     @classmethod
     def of(
@@ -50,6 +53,7 @@ class RunSetup:
         worker: WorkerState,
         publish: Publisher,
         replicas: "ReplicaClient | None" = None,
+        leavers: "Leavers | None" = None,
     ) -> "RunSetup":
         """Find out the run's data and read its directory, and claim the number of an attempt. All ranks must call this.
 
@@ -68,7 +72,7 @@ class RunSetup:
         dist.broadcast_object_list(claimed, group=layout.control, group_src=0)
         assert claimed[0] is not None
         digest = plan.digest(data.digest, job.precision)
-        return cls(job, layout, worker, publish, replicas, store, data, plan, digest, *claimed[0])
+        return cls(job, layout, worker, publish, replicas, store, data, plan, digest, *claimed[0], leavers)
 
     @classmethod
     def of_no_attempt(cls, job: Job, layout: Layout, worker: WorkerState) -> "RunSetup":

@@ -91,10 +91,6 @@ class Wants:
     """Whether to leave the group, once no checkpoint is being written."""
     abandons: bool = reduced(ANY, default=False)
     """Whether to leave without waiting for a checkpoint that is being written."""
-    gives: bool = reduced(ANY, default=False)
-    """Whether a rank will not be in the next group. State that only this rank has must then be sent to the controller."""
-    gives_all: bool = reduced(ANY, default=False)
-    """Whether no rank will be in the next group. The whole state must then be sent to the controller."""
     saves: bool = reduced(ANY, default=False)
     """Whether to write a checkpoint at once."""
     owes_save: bool = reduced(ANY, default=False)

@@ -72,7 +72,7 @@ class Controller:
         pool = SimpleNamespace(replicas=ReplicaStore())
         self.own: Any = SimpleNamespace(_pool=pool, _events=self.events.append, _has_reported_refusal=False)
 
-    def store(self, rank: int, step: int, is_last: bool = False) -> bool:
+    def store(self, rank: int, step: int) -> bool:
         piece = Piece(torch.full((2**20,), rank, dtype=torch.uint8), (2**21,), (rank * 2**20,), is_replicated=False)
         meta, data = packed("plan", (1, step), RankState({"w": piece}, {}), [])
 
@@ -83,7 +83,7 @@ class Controller:
         async def store() -> bool:
             reference = moved()
             try:
-                return await ElasticController.store_replica(self.own, rank, meta, [reference], 2**21, is_last)  # type: ignore[list-item]
+                return await ElasticController.store_replica(self.own, rank, meta, [reference], 2**21)  # type: ignore[list-item]
             finally:
                 reference.close()
 

@@ -49,7 +49,7 @@ def test_parts_of_older_states_are_refused() -> None:
     for half in (0, 1):
         assert store.keep(f"rank {half}", snapshot(3, half))
     assert store.keep("rank 0", snapshot(5, 0))
-    assert not store.admits((1, 4), 80, is_last=True)
+    assert not store.admits((1, 4), 80)
     assert not store.keep("rank 1", snapshot(4, 1))
     assert not store.keep("rank 1", snapshot(3, 1))
     assert store.newest_whole == (1, 3)
@@ -67,13 +67,13 @@ class Head:
     def held(self) -> int:
         return sum(len(each.load_bytes()) for each in self.store.share(0, 1))
 
-    def send(self, ranks: int, step: int, is_last: bool) -> list[bool]:
+    def send(self, ranks: int, step: int) -> list[bool]:
         """Send the parts of a state as far as they are admitted. Return the answer to each rank."""
         answers = []
         for rank in range(ranks):
             piece = Piece(torch.zeros(2**20, dtype=torch.uint8), (ranks * 2**20,), (rank * 2**20,), False)
             meta, data = packed("plan", (1, step), RankState({"w": piece}, {}), [])
-            answers.append(self.store.admits((1, step), ranks * 2**20, is_last))
+            answers.append(self.store.admits((1, step), ranks * 2**20))
             if answers[-1]:
                 self.store.keep(f"rank {rank}", parsed(meta, data))
             self.least = min(self.least, self.memory - self.held)
@@ -84,21 +84,21 @@ class Head:
     ("memory_mib", "sends", "newest"),
     [
         # A state of 8 MiB that fits twice is replaced by the next one.
-        (32, [(8, False, True), (8, False, True), (8, False, True)], 30),
-        # One that fits once is stored only if no newer one will replace it.
-        (31, [(8, False, False), (8, True, True), (8, True, False)], 20),
+        (32, [(8, True), (8, True), (8, True)], 30),
+        # One that fits only once is not stored, because no newer one could replace it.
+        (31, [(8, False), (8, False)], None),
         # One of another size is admitted by its own size.
-        (32, [(8, False, True), (9, False, False), (4, False, True)], 30),
+        (32, [(8, True), (9, False), (4, True)], 30),
         # One that does not fit is refused as a whole.
-        (30, [(64, False, False), (64, False, False), (64, True, False)], None),
+        (30, [(64, False), (64, False)], None),
     ],
 )
 def test_a_state_is_admitted_if_it_fits(
-    monkeypatch: pytest.MonkeyPatch, memory_mib: int, sends: list[tuple[int, bool, bool]], newest: int | None
+    monkeypatch: pytest.MonkeyPatch, memory_mib: int, sends: list[tuple[int, bool]], newest: int | None
 ) -> None:
     head = Head(memory_mib, monkeypatch)
-    for number, (ranks, is_last, is_admitted) in enumerate(sends, 1):
-        assert head.send(ranks, 10 * number, is_last) == [is_admitted] * ranks
+    for number, (ranks, is_admitted) in enumerate(sends, 1):
+        assert head.send(ranks, 10 * number) == [is_admitted] * ranks
     assert head.store.newest_whole == (NEVER if newest is None else (1, newest))
     assert head.least >= head.memory / 2
     assert newest is not None or head.held == 0
@@ -106,10 +106,10 @@ def test_a_state_is_admitted_if_it_fits(
 
 def test_a_refused_state_stays_refused_although_memory_is_freed(monkeypatch: pytest.MonkeyPatch) -> None:
     head = Head(30, monkeypatch)
-    assert head.send(8, 10, is_last=False) == [False] * 8
+    assert head.send(8, 10) == [False] * 8
     head.memory *= 2
-    assert head.send(8, 10, is_last=False) == [False] * 8
-    assert head.send(8, 20, is_last=False) == [True] * 8
+    assert head.send(8, 10) == [False] * 8
+    assert head.send(8, 20) == [True] * 8
 
 
 def test_one_copy_of_a_state_is_kept_and_all_ranks_together_fetch_it() -> None:

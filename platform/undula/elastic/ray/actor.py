@@ -5,7 +5,7 @@ import inspect
 import logging
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from typing import Any, Literal, TypeAlias
@@ -26,6 +26,9 @@ from undula.data.script.pickling import dumps
 from undula.elastic.ray.gpus import refuse_unseen_gpus, reserved_device
 from undula.elastic.sockets import cut_connections, cut_sockets, listening_ports
 from undula.errors import ClusterError
+from undula.recovery.leavers import Common
+from undula.recovery.moves import Part, packed_parts
+from undula.recovery.offers import Answer
 from undula.recovery.progress import LEFT, ProgressView
 from undula.recovery.snapshot import Age, packed
 from undula.recovery.worker_state import Request, WorkerState
@@ -61,6 +64,8 @@ class ElasticStatus(WorkerStatus):
     """Whether the rank has left the group at a step boundary."""
     resident_bytes: int = 0
     """Resident memory of the process in bytes."""
+    shares_state: bool = False
+    """Whether the ranks hold different parts of the state."""
 
 
 Departure: TypeAlias = Literal["left", "busy", "unusable"]
@@ -167,7 +172,7 @@ class ElasticWorker(RayTrainWorker):
         if not self._state.is_run:
             return status
         status.progress = self._state.progress.view()
-        status.resident_bytes = resident_memory()
+        status.resident_bytes, status.shares_state = resident_memory(), self._state.shares_state
         status.has_left = status.progress.phase == LEFT and not status.running and status.error is None
         if status.has_left:
             status.running = True  # otherwise the controller would consider the run finished
@@ -205,6 +210,24 @@ class ElasticWorker(RayTrainWorker):
             return f"its size of {held.state.whole_bytes / 2**20:.0f} MiB is more than half of the memory that is free on the head"
         meta, data = packed(held.plan_digest, held.age, held.state, held.rows)
         return meta, np.frombuffer(data, np.uint8)
+
+    def offered(self, plan_digest: str) -> list[Answer]:
+        """Return the description of the state of a plan that this process holds, if it holds one."""
+        held = self._state.held
+        return [Answer(held.age, held.holding, held.origin)] if held and held.plan_digest == plan_digest else []
+
+    def offered_values(self) -> Common:
+        """Return what all ranks take over from a process that has committed the state: its values, rows and table of tensors."""
+        held = self._state.held
+        assert held is not None
+        return held.values, held.rows, held.state.expected
+
+    def offered_parts(self, parts: Sequence[Part]) -> np.ndarray[Any, Any]:
+        """Return parts of the state, as `packed_parts` packs them."""
+        held = self._state.held
+        assert held is not None
+        packed_now: np.ndarray[Any, Any] = packed_parts([held.state], parts).numpy()
+        return packed_now
 
     def leave_group(self, timeout_s: float) -> Departure:
         """End everything that the group has left running in this process.

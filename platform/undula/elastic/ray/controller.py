@@ -78,7 +78,7 @@ class ElasticController(TrainController):
         self._called.set()
 
     async def store_replica(
-        self, rank: int, meta: bytes, data: Sequence["ObjectRef[np.ndarray[Any, Any]]"], state_bytes: int, is_last: bool
+        self, rank: int, meta: bytes, data: Sequence["ObjectRef[np.ndarray[Any, Any]]"], state_bytes: int
     ) -> bool:
         """Store a replica of a rank's snapshot. A refused one is not moved to this node.
 
@@ -87,7 +87,6 @@ class ElasticController(TrainController):
             meta: Meta of the snapshot.
             data: Reference to an array of its bytes, in a sequence of one element.
             state_bytes: Size in bytes of the replicas of all ranks.
-            is_last: Whether the group ends, so that it will send no newer one.
 
         Returns:
             False if there is no room for the replicas of all ranks.
@@ -95,8 +94,8 @@ class ElasticController(TrainController):
         replicas, described = self._pool.replicas, parsed(meta, bytearray())
         if described.age == replicas.newest_whole:
             return True
-        if not replicas.admits(described.age, state_bytes, is_last):
-            if described.age == replicas.refused and not is_last and not self._has_reported_refusal:
+        if not replicas.admits(described.age, state_bytes):
+            if described.age == replicas.refused and not self._has_reported_refusal:
                 self._has_reported_refusal = True
                 self._events(
                     WarningEvent("no_replicas", _refusal(state_bytes, replicas.budget()), step=described.age[1])
@@ -110,6 +109,10 @@ class ElasticController(TrainController):
         """Return the share of the replicas that one of `world_size` ranks fetches. Together, the ranks fetch all replicas."""
         snapshots = self._pool.replicas.share(rank, world_size)
         return [(snapshot.as_bytes(), np.frombuffer(snapshot.load_bytes(), np.uint8)) for snapshot in snapshots]
+
+    async def leavers(self) -> dict[str, Any]:
+        """Return the handles of workers that are in no group but may hold the newest state, by id. Ranks that start get parts from them."""
+        return {worker.id: worker.actor for worker in self._pool.leavers()}
 
     async def _poll_workers(self) -> WorkerGroupPollStatus:
         await self._pause()

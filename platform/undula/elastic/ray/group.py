@@ -1,6 +1,7 @@
 """Worker group of Ray Train whose workers come from a pool and return to it."""
 
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,6 +15,7 @@ from ray.train.v2._internal.execution.worker_group.worker import Worker
 from ray.train.v2._internal.execution.worker_group.worker_group import WorkerGroup
 from ray.train.v2._internal.util import invoke_context_managers
 
+from undula.elastic.pure.ranks import order_by_state
 from undula.elastic.ray.failures import NotEnoughWorkersError
 from undula.elastic.ray.pool import LEAVE_TIMEOUT_S, PooledWorker, WorkerPool
 from undula.errors import UndulaError
@@ -77,7 +79,13 @@ class ElasticWorkerGroup(WorkerGroup):
             member.in_group = member.has_trained = True
             member.export = None  # the exported state is older than the one that the worker will hold
             pool.trained_on.add(member.node)
-        workers = _ranked_by_node(self._assign_worker_ranks([_as_worker(member, context) for member in members]))
+        workers = self._assign_worker_ranks([_as_worker(member, context) for member in members])
+        if pool.shares_state:
+            workers = _numbered_by_state(workers, {member.id: member.place for member in members})
+        for worker in workers:
+            rank = worker.distributed_context.world_rank if worker.distributed_context else 0
+            pool.workers[actor_id(worker)].place = rank, len(workers)
+        workers = _ranked_by_node(workers)
         state = PooledState(time.monotonic(), NoPlacementGroup(), workers, pool.sync_actor(), self, pool)
         try:
             self._begin(state, context)
@@ -138,6 +146,20 @@ def _ranked_by_node(workers: list[Worker]) -> list[Worker]:
                 worker.distributed_context, local_rank=local_rank, local_world_size=len(peers), node_rank=node_rank
             )
     return workers
+
+
+def _numbered_by_state(workers: list[Worker], places: Mapping[str, tuple[int, int] | None]) -> list[Worker]:
+    """Number workers so that they have as much as possible of what their ranks need, and return them in the order of their ranks.
+
+    Args:
+        workers: The workers.
+        places: Rank in the last group and number of its ranks, by id of the worker; None for a new worker.
+    """
+    numbered = [workers[number] for number in order_by_state([places[actor_id(worker)] for worker in workers])]
+    for rank, worker in enumerate(numbered):
+        assert worker.distributed_context is not None
+        worker.distributed_context = replace(worker.distributed_context, world_rank=rank)
+    return numbered
 
 
 def _as_worker(member: PooledWorker, context: WorkerGroupContext) -> Worker:

@@ -31,6 +31,10 @@ START_TIMEOUT_S = 300.0
 """Maximum seconds from the start of a worker until it is ready."""
 PING_TIMEOUT_S = 0.5
 """Seconds without an answer from a worker after which its process or its node counts as lost."""
+WAIT_FOR_GROUP_S = 2.0
+"""Seconds for which a worker on a node that will be removed waits for a group that needs its state, before it sends this to the head."""
+LAST_MOMENT_S = 5.0
+"""Seconds before the removal of its node at which a worker sends its state to the head, whether a group is starting or not."""
 MIN_PING_TIMEOUT_S = 0.05
 """Minimum time in seconds that a worker gets to answer a ping."""
 LEAVE_TIMEOUT_S = 26.0
@@ -55,6 +59,10 @@ class PooledWorker:
     in_group: bool = False
     has_trained: bool = False
     """Whether the worker has been in a group and may therefore hold the run's state."""
+    holds_state: bool = False
+    """Whether the worker has been in the newest group that has restored the state, which it may therefore hold."""
+    place: tuple[int, int] | None = None
+    """Rank of the worker in its last group, and number of ranks of this group; None before its first group."""
     leaving: Any = None
     """Reference to the result of `ElasticWorker.leave_group`; None unless the worker is leaving its group."""
     asked_at: float = 0.0
@@ -92,6 +100,10 @@ class WorkerPool:
     workers: dict[str, PooledWorker] = field(default_factory=dict)
     worker_bytes: int = 0
     """Last reported resident memory of a worker that trains, in bytes; 0 before the first report."""
+    shares_state: bool = False
+    """Whether the ranks hold different parts of the state."""
+    lost_on: set[str] = field(default_factory=set)
+    """Ids of the nodes on which a worker was lost that held the newest state, until a group has restored this."""
     trained_on: set[str] = field(default_factory=set)
     """Ids of the nodes on which workers have trained. The memory of these nodes may hold the run's state."""
     replicas: ReplicaStore = field(default_factory=ReplicaStore)
@@ -139,14 +151,20 @@ class WorkerPool:
     def _preserve_state(self, worker: PooledWorker) -> bool:
         """Preserve the run's state before a worker leaves with its node, and return whether the worker may leave.
 
-        If no worker on a staying node has trained, the worker must first export its state to the replica store. If the export fails, the
-        result is True, because nothing is left to wait for.
+        A group that starts gets from the worker what no other one has. If no group starts, or if the node is about to be removed, the
+        worker must export its state to the replica store. If the export fails, the result is True, because nothing is left to wait for.
         """
         staying = (
             other for other in self.workers.values() if other.node in self.nodes and other.node not in self.notices
         )
-        if not worker.has_trained or any(other.has_trained for other in staying):
+        is_held = not self.shares_state and any(other.holds_state for other in staying)
+        if not worker.holds_state or is_held:
             return True
+        is_starting = any(other.in_group for other in self.workers.values())
+        removed_in_s = (self.nodes[worker.node].deadline or float("inf")) - time.time()
+        may_wait = is_starting or time.monotonic() - worker.asked_at < WAIT_FOR_GROUP_S
+        if worker.export is None and may_wait and removed_in_s > LAST_MOMENT_S:
+            return False
         if worker.export is None:
             if self.is_exporting:  # the head has little memory, so only one worker exports at a time
                 return False
@@ -172,6 +190,16 @@ class WorkerPool:
     def is_exporting(self) -> bool:
         """Whether a worker is exporting a state that may be the only copy."""
         return any(worker.export and not worker.in_group for worker in self.workers.values())
+
+    def leavers(self) -> list[PooledWorker]:
+        """Return the workers that are in no group but may hold the newest state."""
+        return [worker for worker in self.workers.values() if worker.holds_state and not worker.in_group]
+
+    def restored(self) -> None:
+        """Record that the group has restored the state, so that nothing else is needed of other workers."""
+        self.lost_on.clear()
+        for worker in self.workers.values():
+            worker.holds_state = worker.in_group
 
     def ready(self) -> list[PooledWorker]:
         """Return the workers that can join a group. Workers that have trained come first, because they hold the state."""
@@ -264,6 +292,8 @@ class WorkerPool:
         gone = self.workers.pop(worker, None)
         if gone is None:
             return
+        if gone.holds_state:
+            self.lost_on.add(gone.node)
         if cause and gone.metadata:
             self.on_event(CrashEvent(cause, node=gone.node, pid=gone.metadata.pid))
         ray.kill(gone.actor)

@@ -48,6 +48,8 @@ REPORT_INTERVAL_S = 30.0
 """Seconds between two events about the same wait, as long as the number of ready workers does not change."""
 START_S = 15.0
 """Seconds within which workers that start are expected to be ready."""
+LOST_NODE_S = 2.0
+"""Seconds to wait until a worker starts on a node on which one was lost with its part of the state."""
 FIRST_START_PATIENCE_S = 30.0
 """Maximum seconds for which a job that has its minimum of workers waits at its start for more workers that are starting."""
 
@@ -161,18 +163,26 @@ class PoolPolicy(ScalingPolicy):
         """Return whether to wait for the run's state before a group starts.
 
         If no ready worker holds the state, but the memory of a node that stays may hold it, the run waits up to START_S for a worker on
-        such a node. If a worker is exporting its state because its node will be removed, the run waits until the export has ended.
+        such a node. If workers hold different parts, it waits for one on each node that may have the part of a lost one, but only for
+        LOST_NODE_S if none is starting there, because the node itself may be lost. If a worker is exporting its state because its node
+        will be removed, the run waits until the export has ended.
         """
         pool = self.pool
-        holders = pool.trained_on & {node.id for node in pool.nodes.values() if node.deadline is None}
+        staying = {node.id for node in pool.nodes.values() if node.deadline is None}
+        holders, limit_s = pool.trained_on & staying, START_S
         is_held = any(worker.has_trained or worker.node in holders for worker in pool.ready())
+        if pool.shares_state:
+            holders = pool.lost_on & staying
+            is_held = holders <= {worker.node for worker in pool.ready()}
+            is_starting = any(worker.node in holders for worker in pool.workers.values() if not worker.metadata)
+            limit_s = START_S if is_starting else LOST_NODE_S
         if pool.is_exporting:
             return True
         if is_held or not holders:
             self._wait.lost_since = None
             return False
         self._wait.lost_since = self._wait.lost_since or time.monotonic()
-        return time.monotonic() - self._wait.lost_since < START_S
+        return time.monotonic() - self._wait.lost_since < limit_s
 
     def make_decision_for_running_worker_group(
         self, worker_group_state: WorkerGroupState, worker_group_status: WorkerGroupPollStatus
@@ -209,10 +219,7 @@ class PoolPolicy(ScalingPolicy):
             self._saved = self.pool.newest_notice
             request = Request(decision.ends, saves=True)
         else:
-            staying = [worker for worker in state.workers if actor_id(worker) in decision.workers]
-            request = Request(
-                leaves=True, gives=len(staying) < len(state.workers), gives_all=not staying, until=decision.until
-            )
+            request = Request(leaves=True, until=decision.until)
         self._group.leaving = decision if request.leaves else None
         for worker in state.workers:
             worker.actor.set_request.remote(request)
@@ -249,9 +256,11 @@ class PoolPolicy(ScalingPolicy):
             if status.progress:
                 self._is_run = True
                 self._group.last[rank] = status.progress
-                self.pool.worker_bytes = status.resident_bytes
+                self.pool.worker_bytes, self.pool.shares_state = status.resident_bytes, status.shares_state
         ranks = self._group.last.values()
         self._report_lost_steps([rank.began for rank in ranks if rank.began >= 0])
+        if self._group.is_stepping(len(statuses)):
+            self.pool.restored()
         if self._pause_began and any(rank.longest_step_s for rank in ranks):
             self._pauses.append(time.monotonic() - self._pause_began)
             self._pause_began = None

@@ -333,7 +333,7 @@ class TrackerEvent(Event):
 
 WarningCode = Literal[
     "checkpoint_skipped", "checkpoint_failed", "checkpoints_not_removed", "no_snapshots", "no_replicas", "state_at_risk",
-    "no_room_for_state", "no_validation", "no_validation_data", "batch_rule", "other_rates", "mixed_machines", "gradient_overflow",
+    "no_validation", "no_validation_data", "batch_rule", "other_rates", "mixed_machines", "gradient_overflow",
     "no_finite_gradients", "non_finite_gradient", "node_refused", "unfinished_work", "sync_batch_norm", "state_beside_model",
 ]  # fmt: skip
 _WARNINGS: Mapping[WarningCode, str] = {
@@ -349,7 +349,6 @@ _WARNINGS: Mapping[WarningCode, str] = {
     "workers they would depend on the number of workers: {detail}; use BatchNorm to avoid this message.",
     "state_beside_model": "A step changes {detail}, which is no part of the model: it begins anew after a resume and, if batches "
     "change it, depends on the number of workers; make its module a part of the one that run.model() gets, or keep it in a buffer there.",
-    "no_room_for_state": "The head has no room for the state of the workers that leave, so it is saved to storage.",
     "unfinished_work": "The state after step {detail} is not used, because the group ended while the script worked after step.update() "
     "or had other weights in the model; the run resumes from an older state. With run.state(), a script can repeat such work.",
     "no_validation": "Nothing is validated: there are validation data, but run.steps() was called without validate=; pass validate=.",
