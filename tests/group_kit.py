@@ -1,9 +1,10 @@
 """Worker processes that outlive their groups, as on Ray: one is killed in the middle of a step, and the others go on in a new group."""
 
+import pickle
 import signal
 import traceback
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal
@@ -12,18 +13,27 @@ import psutil
 import pytest
 import torch
 import torch.distributed as dist
-from features import FEATURES, SCALE_INTERVAL
+from feature_scripts import Loop, adamw
+from features import FEATURES, SCALE_INTERVAL, Feature
 from numbers_job import cpu_run
 from ranks import forks
+from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from undula.parallel.engines.engine import Engine
-from undula.recovery.worker_state import LeaveGroup, Request, WorkerState
+from undula.parallel.spec import ShardingSpec
+from undula.recovery.leavers import Common
+from undula.recovery.live_state import Targets
+from undula.recovery.moves import Part, packed_parts
+from undula.recovery.offers import Answer
+from undula.recovery.restore import Restorer
+from undula.recovery.worker_state import HeldState, LeaveGroup, Request, WorkerState
+from undula.state.boxes import elements, without
 from undula.state.processes import send_signal
+from undula.state.spec import CheckpointSpec
 from undula.train import loss_scale
 from undula.train.boundary import StepBoundary
 from undula.train.job import Job
-from undula.train.run import Run
 from undula.train.step_reduction import StepReducer
 
 Place = Literal[
@@ -35,6 +45,16 @@ Place = Literal[
     "after the optimizer's step",
 ]
 LIMIT_S = 120.0
+
+
+def wide() -> nn.Module:
+    """Return a network whose state is large beside what alignment adds to a message."""
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Linear(1, 240), nn.Tanh(), nn.Linear(240, 240), nn.Tanh(), nn.Linear(240, 1))
+
+
+SCRIPTS = {**FEATURES, "wide": Feature(Loop(wide, adamw), {"sharding": ShardingSpec(3)})}
+"""Rows that workers can train, by name."""
 
 
 @dataclass(frozen=True)
@@ -60,6 +80,8 @@ class Order:
     file: str
     fault: Fault | None = None
     leaves_after: int | None = None
+    leavers: tuple[str, ...] = ()
+    """Files with the states of workers that have left and are not in this group."""
 
 
 @dataclass(frozen=True)
@@ -73,6 +95,12 @@ class Ended:
     """Number of steps of the state that it keeps; None for none."""
     updates: int
     """Number of updates that it keeps."""
+    state: str
+    """File with the state that it keeps."""
+    received: int
+    """Number of bytes of the state that it got from others when it joined the group."""
+    lacked: int
+    """Number of bytes of its own part of the state that it did not hold then."""
 
 
 class Workers:
@@ -139,14 +167,19 @@ def _train(order: Order, worker: WorkerState) -> Ended:
     store = f"file://{order.file}"
     dist.init_process_group("gloo", init_method=store, rank=order.rank, world_size=order.world_size, timeout=limit)
     worker.join_group()
-    run = cpu_run(order.job, order.rank, order.world_size, worker)
+    leavers = FileLeavers(order.leavers)
+    job = replace(order.job, checkpoint=CheckpointSpec(every_steps=10**6))  # which would hold up ranks that leave
+    run = cpu_run(job, order.rank, order.world_size, worker, leavers=leavers)
     how: Any = "ended"
+    former = worker.held
+    counted: list[int] = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(loss_scale, "GROWTH_INTERVAL", SCALE_INTERVAL)
         if order.fault:
-            _inject(order.fault, order.rank, run, patch)
+            _inject(order.fault, order.rank, patch)
+        _count(patch, former, counted, leavers)
         try:
-            FEATURES[order.name].train(run, lambda index: _request(worker, index, order.leaves_after))
+            SCRIPTS[order.name].train(run, lambda index: _request(worker, index, order.leaves_after))
         except LeaveGroup:
             how = "left"
         except RuntimeError as error:
@@ -158,15 +191,67 @@ def _train(order: Order, worker: WorkerState) -> Ended:
             run.hand_over()
         run.free()
     dist.destroy_process_group()
-    held = worker.held
-    return Ended(how, committed or 0, held.step if held else None, len(held.updates) if held else 0)
+    held, state = worker.held, f"{order.file}-{order.rank}.state"
+    Path(state).write_bytes(pickle.dumps(held))
+    lacked, received = counted or (0, 0)
+    updates = len(held.updates) if held else 0
+    return Ended(how, committed or 0, held.step if held else None, updates, state, received, lacked)
+
+
+class FileLeavers:
+    """Leavers whose states are in files, in place of processes that Ray would reach."""
+
+    def __init__(self, files: Sequence[str]):
+        self._files = files
+        self.names: list[str] = []
+        self.sent = 0
+
+    def _held(self, number: int) -> HeldState:
+        held: HeldState = pickle.loads(Path(self._files[number]).read_bytes())
+        return held
+
+    def answers(self, plan_digest: str) -> list[tuple[str, list[Answer]]]:
+        states = [(file, self._held(number)) for number, file in enumerate(self._files)]
+        return [(file, [Answer(held.age, held.holding, held.origin)]) for file, held in states]
+
+    def common(self, number: int) -> Common:
+        held = self._held(number)
+        return held.values, held.rows, held.state.expected
+
+    def parts(self, asked: Sequence[tuple[int, Sequence[Part]]]) -> Iterator[Tensor]:
+        for number, parts in asked:
+            flat = packed_parts([self._held(number).state], parts)
+            self.sent += flat.nbytes
+            yield flat
+
+
+def _count(patch: pytest.MonkeyPatch, held: HeldState | None, counted: list[int], leavers: FileLeavers) -> None:
+    """Count the bytes that a rank lacks of its part of the state, and those that it gets."""
+    gather, receive = Restorer._gather, dist.irecv
+    received: list[int] = []
+
+    def counting(restorer: Restorer, targets: Targets, *more: Any) -> None:
+        lacked = 0
+        for name, target in targets.distinct.items():
+            own = held.state.pieces.get(name) if held else None
+            missing = without(target.box, [own.box] if own else [])
+            lacked += target.tensor.itemsize * sum(map(elements, missing))
+        gather(restorer, targets, *more)
+        counted.extend([lacked, sum(received) + leavers.sent])
+
+    def receiving(tensor: Tensor, *arguments: Any, **more: Any) -> Any:
+        received.append(tensor.nbytes)
+        return receive(tensor, *arguments, **more)
+
+    patch.setattr(Restorer, "_gather", counting)
+    patch.setattr(dist, "irecv", receiving)
 
 
 def _request(worker: WorkerState, index: int, leaves_after: int | None) -> None:
     worker.request = Request(leaves=index + 1 == leaves_after)
 
 
-def _inject(fault: Fault, rank: int, run: Run, patch: pytest.MonkeyPatch) -> None:
+def _inject(fault: Fault, rank: int, patch: pytest.MonkeyPatch) -> None:
     """Let a fault happen in this process, if it is one of this rank."""
     if rank in fault.deaf:
         _after(patch, StepReducer, "reduce", _fail, _times(fault.step))

@@ -21,6 +21,7 @@ from undula.parallel.layout import join_layout
 from undula.parallel.spec import GradientSpec
 from undula.plan.plan import PlanSpec
 from undula.plan.schedule import ScheduleSpec
+from undula.recovery.leavers import Leavers
 from undula.recovery.worker_state import LeaveGroup, Request, WorkerState
 from undula.state.spec import CheckpointSpec
 from undula.storage import Store
@@ -75,10 +76,11 @@ def cpu_run(
     worker: WorkerState | None = None,
     engine: MakeEngine | None = None,
     device: torch.device = CPU,
+    leavers: Leavers | None = None,
 ) -> Run:
     """Return a run of this process, by default on its CPU, with all ranks on the same node."""
     layout = join_layout(rank, world_size, device, local_rank=rank)
-    setup = RunSetup.of(job, layout, worker or WorkerState(), lambda message: None)
+    setup = RunSetup.of(job, layout, worker or WorkerState(), lambda message: None, leavers=leavers)
     return Run(GroupSession(setup, engine))
 
 

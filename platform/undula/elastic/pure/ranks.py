@@ -9,35 +9,36 @@ Place = tuple[int, int]
 def order_by_state(places: Sequence[Place | None]) -> list[int]:
     """Return the worker of each rank of a new group.
 
-    Workers that hold a part of the state keep their order, as parts of a tensor have one. Among all choices of ranks for them, the one is
-    taken in which they already have the most of what they need. New workers get the other ranks, in their order.
+    Among all choices, the one is taken in which workers already have the most of what they need. Workers that keep something keep their
+    order as well, as the parts of a tensor have one. The others get the other ranks, in their order.
 
     Args:
         places: Former place of each worker; None for one that holds nothing.
     """
     size = len(places)
-    holders = sorted(
-        (number for number, place in enumerate(places) if place),
-        key=lambda number: ((places[number] or (0, 1))[0] / (places[number] or (0, 1))[1], number),
-    )
-    # kept[h][r]: the most that the first h holders can keep if they have ranks below r
+    holders = sorted((_begin(place), number) for number, place in enumerate(places) if place)
+    # kept[h][r]: the most that the first h holders can keep in ranks below r
     kept = [[0.0] * (size + 1) for _ in range(len(holders) + 1)]
-    for count, holder in enumerate(holders, 1):
-        for rank in range(size + 1):
-            skips = kept[count][rank - 1] if rank > count else float("-inf")
-            takes = (
-                kept[count - 1][rank - 1] + common(places[holder], (rank - 1, size)) if rank >= count else float("-inf")
-            )
-            kept[count][rank] = max(skips, takes)
+    for count, (_, holder) in enumerate(holders, 1):
+        for rank in range(1, size + 1):
+            takes = kept[count - 1][rank - 1] + common(places[holder], (rank - 1, size))
+            kept[count][rank] = max(kept[count - 1][rank], kept[count][rank - 1], takes)
     ranks: dict[int, int] = {}
-    rank = size
-    for count in range(len(holders), 0, -1):
-        while rank > count and kept[count][rank] == kept[count][rank - 1]:
+    count, rank = len(holders), size
+    while count and rank:
+        if kept[count][rank] == kept[count - 1][rank]:
+            count -= 1
+        elif kept[count][rank] == kept[count][rank - 1]:
             rank -= 1
-        rank -= 1
-        ranks[rank] = holders[count - 1]
-    others = iter(number for number, place in enumerate(places) if not place)
+        else:
+            count, rank = count - 1, rank - 1
+            ranks[rank] = holders[count][1]
+    others = iter(sorted(set(range(size)) - set(ranks.values())))
     return [ranks[rank] if rank in ranks else next(others) for rank in range(size)]
+
+
+def _begin(place: Place) -> float:
+    return place[0] / place[1]
 
 
 def common(one: Place | None, other: Place) -> float:

@@ -1,0 +1,92 @@
+"""Tests that each rank gets what it lacks, once and in parts of limited size, in an order in which all ranks can go on."""
+
+from collections import deque
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from undula.recovery import moves
+from undula.recovery.moves import CHUNK_BYTES, Move, in_common_order, lacking, moves_to
+from undula.state.boxes import Box, elements, intersection, without
+
+ROWS = {"weight": (13, 3), "bias": (5,), "step": ()}
+
+
+def shard(rank: int, ranks: int) -> dict[str, Box]:
+    """Return the boxes of a rank as `fully_shard` divides tensors: along the first dimension, in parts of equal size but for the last."""
+    boxes: dict[str, Box] = {}
+    for name, shape in ROWS.items():
+        if not shape:
+            boxes[name] = (), ()
+            continue
+        rows = -(-shape[0] // ranks)
+        begin = min(rank * rows, shape[0])
+        boxes[name] = (begin, *[0] * (len(shape) - 1)), (min(rows, shape[0] - begin), *shape[1:])
+    return boxes
+
+
+@st.composite
+def changes(draw: st.DrawFn) -> tuple[int, list[dict[str, list[Box]]]]:
+    """Draw the number of new ranks, and what each source holds: ranks of the former group in any order, of which some leave."""
+    before, after = draw(st.integers(1, 4)), draw(st.integers(1, 4))
+    held = [{name: [box] for name, box in shard(rank, before).items()} for rank in range(before)]
+    order = draw(st.permutations(held))
+    staying, leaving = order[:after], order[after:]
+    return after, [*staying, *[{}] * (after - len(staying)), *leaving]
+
+
+@given(changes())
+def test_each_element_that_a_rank_lacks_comes_once(change: tuple[int, list[dict[str, list[Box]]]]) -> None:
+    ranks, sources = change
+    for rank in range(ranks):
+        wanted = shard(rank, ranks)
+        needed = lacking(rank, wanted, sources)
+        assert all(source != rank for source, _ in needed)
+        for source, (name, part) in needed:
+            assert any(intersection(part, box) == part for box in sources[source][name])
+        for name, box in wanted.items():
+            parts = [part for _, (found, part) in needed if found == name]
+            lacks = without(box, sources[rank].get(name, ()))
+            assert sum(map(elements, parts)) == sum(map(elements, lacks))
+            assert without(box, [*sources[rank].get(name, ()), *parts]) == []
+
+
+@given(changes(), st.integers(1, 40))
+def test_moves_are_of_limited_size_and_have_all_parts(
+    change: tuple[int, list[dict[str, list[Box]]]], limit: int
+) -> None:
+    ranks, sources = change
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(moves, "CHUNK_BYTES", limit)
+        for rank in range(ranks):
+            needed = lacking(rank, shard(rank, ranks), sources)
+            planned = moves_to(rank, needed, dict.fromkeys(ROWS, 4))
+            for move in planned:
+                assert sum(4 * elements(box) for _, box in move.parts) <= max(limit, 4)
+            count = sum(elements(box) for move in planned for _, box in move.parts)
+            assert count == sum(elements(box) for _, (_, box) in needed)
+
+
+@given(st.lists(st.tuples(st.integers(0, 4), st.integers(0, 3), st.integers(0, 3)), max_size=20), st.integers(1, 3))
+def test_no_order_of_moves_blocks_ranks_that_have_few_under_way(drawn: list[tuple[int, int, int]], window: int) -> None:
+    planned = [Move(number, source, rank, ()) for number, source, rank in set(drawn) if source != rank]
+    ordered = in_common_order(planned)
+    left = {rank: deque(move for move in ordered if rank in (move.source, move.rank)) for rank in range(4)}
+    under_way: dict[int, deque[Move]] = {rank: deque() for rank in range(4)}
+    done: set[Move] = set()
+    while len(done) < len(planned):
+        before = len(done), sum(map(len, left.values()))
+        for rank in range(4):
+            while under_way[rank] and under_way[rank][0] in done:
+                under_way[rank].popleft()
+            while left[rank] and len(under_way[rank]) < window:
+                under_way[rank].append(left[rank].popleft())
+        for move in planned:
+            if move in under_way[move.source] and move in under_way[move.rank]:
+                done.add(move)
+        assert (len(done), sum(map(len, left.values()))) != before, "all ranks wait for each other"
+
+
+def test_a_chunk_is_small_beside_the_state() -> None:
+    assert 2 * moves.UNDER_WAY * CHUNK_BYTES <= 64 * 2**20
