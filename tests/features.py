@@ -161,6 +161,12 @@ FEATURES |= {
         *((3, "random numbers"), (2, "loader processes"), (3, "counts in buffers")),
     )
 }
+FEATURES |= {
+    f"{name}, shards in host memory in stage {stage}": replace(
+        FEATURES[name], settings={**FEATURES[name].settings, "sharding": ShardingSpec(stage, offload="all")}, like=name
+    )
+    for stage, name in ((1, "fp16"), (2, "lamb"), (3, "clipped"), (3, "BatchNorm"))
+}
 FEATURES["16-bit gathers"] = Feature(
     Loop(network, adamw), {"precision": PrecisionSpec("bf16"), "sharding": ShardingSpec(3, gather="compute")}
 )

@@ -60,7 +60,11 @@ def _add_up(values: Tensor, sharded: Any) -> None:
     """Sum values over the ranks among which a tensor is sharded. Several copies of a shard count once. None is for a whole tensor."""
     for dimension, placement in enumerate(sharded.placements if sharded is not None else ()):
         if placement.is_shard():
-            dist.all_reduce(values, group=sharded.device_mesh.get_group(dimension))
+            mesh = sharded.device_mesh
+            there = values.to(mesh.device_type)  # NCCL sums no numbers of shards in host memory
+            dist.all_reduce(there, group=mesh.get_group(dimension))
+            if there is not values:
+                values.copy_(there)
 
 
 def _exact(shards: Sequence[Tensor], sharded: Any) -> float:

@@ -49,9 +49,10 @@ class ShardedAccumulator(Accumulator):
         module: Module that `fully_shard` has sharded, with its parameters in shards.
         layout: Layout of the worker group.
         virtual_workers: Number of virtual workers of the plan.
+        offloads: Whether the shards are in host memory, and what is gathered of them on the device of the layout.
     """
 
-    def __init__(self, module: nn.Module, layout: Layout, virtual_workers: int):
+    def __init__(self, module: nn.Module, layout: Layout, virtual_workers: int, offloads: bool = False):
         super().__init__(module)
         self._layout = layout
         self._shares = layout.assignment(virtual_workers)
@@ -63,7 +64,9 @@ class ShardedAccumulator(Accumulator):
         self._all = list(module.parameters())
         """All sharded parameters. Torch can set zeros as the gradient also of one that no longer requires a gradient."""
         make = InterleavedUnitSum if layout.interleaves and layout.num_cells > 1 else UnitSum
-        self._units = [Unit(part, places, make(layout, virtual_workers)) for part, places in _units_of(module)]
+        self._units = [
+            Unit(part, places, make(layout, virtual_workers, offloads)) for part, places in _units_of(module)
+        ]
         self._hooks: list[RemovableHandle] = []
         self._whole: dict[Tensor, tuple[nn.Parameter, int]] = {}
         """Sharded parameter of each whole one, and the number of changes that torch has counted of the whole one."""
@@ -145,8 +148,8 @@ class ShardedAccumulator(Accumulator):
             total = unit.sum.total()
             for _, _, parameter in unit.places:
                 if total is not None and parameter in present:
-                    shard = unit.views[parameter](total.to(parameter.dtype))
-                    parameter.grad = _like(parameter, shard)
+                    total = total.to(parameter.dtype)  # that of all parameters of the unit
+                    parameter.grad = _like(parameter, unit.views[parameter](total))
 
     def _place(self, micro_batch: MicroBatch) -> int:
         """Return the place of a micro-batch's virtual worker among those of its rank."""
@@ -219,8 +222,13 @@ def _view(flat: Tensor, place: tuple[Sequence[int], Sequence[int], int]) -> Tens
 
 
 def _like(parameter: nn.Parameter, shard: Tensor) -> Tensor:
-    """Return a shard of a tensor that is distributed as a parameter is."""
+    """Return a shard of a tensor that is distributed as a parameter is, on the device of the parameter's shard."""
     assert isinstance(parameter, DTensor)
+    if parameter.device.type != parameter.device_mesh.device_type:  # to which from_local would move the shard
+        copied = torch.empty_like(parameter, requires_grad=False)
+        assert isinstance(copied, DTensor)
+        copied.to_local().copy_(shard)
+        return copied
     return DTensor.from_local(
         shard,
         parameter.device_mesh,

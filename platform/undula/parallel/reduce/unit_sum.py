@@ -26,9 +26,11 @@ class UnitSum:
     Args:
         layout: Layout of the worker group.
         virtual_workers: Number of virtual workers of the plan.
+        offloads: Whether torch moves its sum to host memory, where the shards of the parameters are.
     """
 
-    def __init__(self, layout: Layout, virtual_workers: int):
+    def __init__(self, layout: Layout, virtual_workers: int, offloads: bool = False):
+        self._offloads = offloads
         self._all = (0, virtual_workers)
         self._layout = layout
         self._shares = layout.assignment(virtual_workers)
@@ -40,7 +42,7 @@ class UnitSum:
         self._leaf: Tensor | None = None
         self._zeros: Tensor | None = None
         """Zeros of the shape of what is folded; None if the unit has not run in this step."""
-        self._counts = self._is_last = self._is_open = False
+        self._counts = self._is_last = self._is_open = self._has_input = False
 
     def begin_pass(self, counts: bool, is_last: bool) -> None:
         """Prepare a backward pass.
@@ -50,12 +52,19 @@ class UnitSum:
             is_last: Whether it is the last pass in which the ranks run their present virtual workers.
         """
         self._counts, self._is_last, self._is_open = counts, is_last, True
+        self._has_input = False
 
     def end_pass(self) -> None:
         self._is_open = False
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        return torch.empty(*size, dtype=dtype, device=device)
+        """Return memory for the flat gradient, or, at every second call, for the sum that torch expects.
+
+        Torch moves each parameter's view of its sum to host memory if shards are there. A view of memory on the host stays the view that
+        it is, so that nothing is copied, and so that it still says where the parameter is in the sum.
+        """
+        is_sum, self._has_input = self._has_input, not self._has_input
+        return torch.empty(*size, dtype=dtype, device="cpu" if is_sum and self._offloads else device)
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: object, op: object, async_op: bool = False
