@@ -34,7 +34,9 @@ def square_sums(groups: Sequence[Sequence[Tensor]]) -> Tensor:
     if not flat:
         return torch.zeros(len(groups), device="cpu")
     norms = torch.stack(torch._foreach_norm(flat, 2, dtype=torch.float64))
-    sums = torch.stack([each.sum() for each in torch.split(norms.square(), list(map(len, parts)))])
+    sums = norms.square()
+    if any(len(of_group) != 1 for of_group in parts):
+        sums = torch.stack([each.sum() for each in torch.split(sums, list(map(len, parts)))])
     every: list[Any] = [tensor for group in groups for tensor in group]
     sharded = next(filter(is_sharded_tensor, every), None)
     _add_up(sums, sharded)

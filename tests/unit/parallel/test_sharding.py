@@ -3,6 +3,7 @@
 import re
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import engine_steps
@@ -30,6 +31,8 @@ from undula.parallel.spec import EngineSettings, ShardingSpec
 from undula.plan.plan import Plan, PlanSpec
 from undula.state import squares
 from undula.state.pieces import is_sharded_tensor
+from undula.train import noise_scale
+from undula.train.noise_scale import NoiseScaleMeter
 
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "SGD": partial(torch.optim.SGD, lr=0.1, momentum=0.9, weight_decay=0.01),
@@ -91,8 +94,11 @@ def placed(rank: int, world_size: int, virtual_workers: int, sharding: ShardingS
     return engine_steps.placed(Tied(), rank, world_size, virtual_workers, sharding=sharding)
 
 
-def run_step(engine: Engine, plan: Plan, step: int, max_norm: float | None = None) -> float:
-    """Leave the gradient of a step in the parameters, and return its norm."""
+def run_step(
+    engine: Engine, plan: Plan, step: int, max_norm: float | None = None, meter: NoiseScaleMeter | None = None
+) -> float:
+    """Leave the gradient of a step in the parameters, and return its norm. A meter measures the gradients of the micro-batches."""
+    meter = meter or NoiseScaleMeter(0)
     layout, steps = engine.layout, range(step, step + 1)
     shares = layout.assignment(plan.spec.virtual_workers)
     work = (
@@ -102,13 +108,16 @@ def run_step(engine: Engine, plan: Plan, step: int, max_norm: float | None = Non
     )
     samples = plan.step(step).samples
     engine.begin_step(work)
+    meter.begin_step(step, 1, engine.watch_gradients)
     for place, micro_batch in enumerate(work):
         is_last = place == len(work) - 1
         engine.before_forward(is_last)
         loss = loss_of(engine.module, step, micro_batch.virtual_worker, micro_batch.number)
         if not micro_batch.samples:
             loss = loss * torch.nan
+        meter.begin_backward()
         engine.backward(loss, micro_batch.samples / samples, micro_batch, is_last)
+        meter.end_backward(micro_batch.samples)
     norm, _ = engine.finish_gradients(samples, max_norm=max_norm)
     return norm.item()
 
@@ -250,6 +259,30 @@ def test_each_accepted_optimizer_has_the_results_on_shards_that_it_has_on_whole_
     for found in on_ranks(2, _trained, 2, ShardingSpec(3), list(OPTIMIZERS)):
         for name in OPTIMIZERS:
             assert found[name] == expected[name], name
+
+
+def _squares(rank: int, world_size: int, sharding: ShardingSpec, held_bytes: int) -> list[list[float]]:
+    """Return the squared norms of this rank's micro-batches in some steps."""
+    engine, plan, found = placed(rank, world_size, 4, sharding), plan_of(4), []
+    engine.prepare(engine.module, torch.optim.SGD(engine.module.parameters(), lr=0.1))
+    meter = NoiseScaleMeter(every_steps=1)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(noise_scale, "HELD_BYTES", held_bytes)
+        for step in range(STEPS):
+            run_step(engine, plan, step, meter=meter)
+            found.append(meter.small_squares(plan.step(step).samples))
+            engine.step()
+    engine.close()
+    return found
+
+
+@pytest.mark.parametrize(("world_size", "stage"), [(1, 3), (2, 1), (3, 2), (3, 3)])
+def test_the_noise_scale_is_measured_with_the_bits_of_the_whole_model(world_size: int, stage: int) -> None:
+    """Weights are tied, some layers have no gradient, and the third step has fewer samples than virtual workers."""
+    (expected,) = on_ranks(1, _squares, ShardingSpec(), 2**20)
+    assert len(expected[0]) == 8
+    ranks = on_ranks(world_size, _squares, ShardingSpec(stage), 1000)  # type: ignore[arg-type]
+    assert [sorted(chain(*of_step)) for of_step in zip(*ranks, strict=True)] == [*map(sorted, expected)]
 
 
 def _refusals(rank: int, world_size: int) -> None:

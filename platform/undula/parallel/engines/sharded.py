@@ -15,10 +15,11 @@ from undula.errors import UsageError
 from undula.parallel.capabilities import SHARDED
 from undula.parallel.collectives import broadcast_from_rank_0
 from undula.parallel.engines.engine import Engine
+from undula.parallel.gradient_hooks import ShowGradient
 from undula.parallel.layout import Layout
 from undula.parallel.materialize import is_on_meta, materialize, own_layers, problem_of_meta
 from undula.parallel.precision import dtype_of
-from undula.parallel.reduce.sharded import ShardedAccumulator
+from undula.parallel.reduce.sharded import PROBLEM_OF_SHARDS, ShardedAccumulator
 from undula.parallel.sharded_numbers import refuse_local_numbers
 from undula.parallel.sharding import problem_of_dtypes, problem_of_sharding, set_up_optimizer
 from undula.parallel.spec import EngineSettings
@@ -194,11 +195,16 @@ class ShardedEngine(Engine):
         units = units_of(self.module, self._sharding.units) if self.trainable is not before else {}
         if units and (problem := problem_of_dtypes(self.module, units, "a sharded model")):
             raise UsageError(problem)
-        if any(parameter._backward_hooks for parameter in self.trainable):
+        own_hooks = 1  # the accumulator's
+        if any(len(parameter._backward_hooks or ()) > own_hooks for parameter in self.trainable):
             raise UsageError(
                 "a parameter of a sharded model has a hook of register_hook(), which torch does not call, because gradients are those "
                 "of whole parameters; remove it, and change gradients between step.reduce() and step.update()"
             )
+
+    def watch_gradients(self, show: ShowGradient) -> None:
+        assert isinstance(self._accumulator, ShardedAccumulator)
+        self._accumulator.show = show
 
     def before_forward(self, is_last: bool) -> None:
         """Keep the parameters gathered from one micro-batch to the next, if no worker has more to come and the stage allows it."""
@@ -208,6 +214,8 @@ class ShardedEngine(Engine):
                 part.set_reshard_after_backward(is_last, recurse=False)
 
     def backward(self, loss: Tensor, weight: float, micro_batch: MicroBatch, is_last: bool) -> None:
+        if is_sharded_tensor(loss):
+            raise UsageError(PROBLEM_OF_SHARDS)
         super().backward(loss, weight, micro_batch, is_last)
         assert isinstance(self._accumulator, ShardedAccumulator)
         self._accumulator.after_backward()

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from typing import NoReturn
 
 import torch
 import torch.distributed as dist
@@ -12,6 +13,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
 from undula.errors import UsageError
+from undula.parallel.gradient_hooks import ShowGradient
 from undula.parallel.layout import Layout
 from undula.parallel.reduce.accumulator import Accumulator
 from undula.parallel.reduce.unit_sum import InterleavedUnitSum, UnitSum
@@ -19,6 +21,10 @@ from undula.plan.plan import MicroBatch
 
 Place = tuple[nn.Module, str, nn.Parameter]
 """Layer, name in the layer, and sharded parameter, in whose place the layer has a whole one while it is gathered."""
+PROBLEM_OF_SHARDS = (
+    "the loss of a batch is computed from shards of parameters, whose gradients torch's fully_shard does not reduce; compute such a term "
+    "in forward() of the module that has the parameters, give the optimizer a weight_decay, or set sharding.stage=0"
+)
 
 
 @dataclass
@@ -54,6 +60,8 @@ class ShardedAccumulator(Accumulator):
 
     def __init__(self, module: nn.Module, layout: Layout, virtual_workers: int, offloads: bool = False):
         super().__init__(module)
+        self.show: ShowGradient | None = None
+        """Function that gets each gradient of a micro-batch, before it is reduced; None for none."""
         self._layout = layout
         self._shares = layout.assignment(virtual_workers)
         self._present: set[nn.Parameter] = set()
@@ -67,7 +75,10 @@ class ShardedAccumulator(Accumulator):
         self._units = [
             Unit(part, places, make(layout, virtual_workers, offloads)) for part, places in _units_of(module)
         ]
-        self._hooks: list[RemovableHandle] = []
+        self._hooks: list[RemovableHandle] = [
+            parameter.register_hook(_refuse)  # type: ignore[no-untyped-call]
+            for parameter in self.parameters
+        ]
         self._whole: dict[Tensor, tuple[nn.Parameter, int]] = {}
         """Sharded parameter of each whole one, and the number of changes that torch has counted of the whole one."""
         for unit in self._units:
@@ -183,6 +194,9 @@ class ShardedAccumulator(Accumulator):
         self._computed_now.add(parameter)
         if self._counts:
             self._present.add(parameter)
+            if self.show:
+                assert whole.grad is not None
+                self.show(parameter, whole.grad)
 
     def _present_anywhere(self) -> set[nn.Parameter]:
         """Return the parameters of which any rank has a gradient."""
@@ -192,6 +206,15 @@ class ShardedAccumulator(Accumulator):
         flags = torch.tensor(own, dtype=torch.uint8, device="cpu")
         dist.all_reduce(flags, dist.ReduceOp.MAX, group=self._layout.control)
         return {parameter for parameter, flag in zip(self.parameters, flags.tolist(), strict=True) if flag}
+
+
+def _refuse(gradient: Tensor) -> NoReturn:
+    """Refuse a gradient of a shard itself, beside which that of the whole parameter would be lost.
+
+    Raises:
+        UsageError: Always.
+    """
+    raise UsageError(PROBLEM_OF_SHARDS)
 
 
 def _units_of(module: nn.Module) -> Iterator[tuple[FSDPModule, list[Place]]]:
