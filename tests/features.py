@@ -111,6 +111,9 @@ FEATURES: dict[str, Feature] = {
     "sharded": Feature(Loop(partial(network, True)), plan={"micro_batch": 2, "epochs": 2}, like="whole"),
     "whole": Feature(plan={"micro_batch": 2, "epochs": 2}),
     "clipped": Feature(settings={"gradient": GradientSpec(max_norm=0.1)}),
+    "compressed": Feature(
+        settings={"gradient": GradientSpec(compression="bf16")}, plan={"micro_batch": 2, "global_batch": 20, "epochs": 3}
+    ),
     "adasum": Feature(settings={"gradient": GradientSpec(reduce="adasum")}),
     "noise scale": Feature(settings={"gradient": GradientSpec(noise_every_steps=1)}),
     "noise scale, sharded": Feature(
@@ -166,7 +169,7 @@ FEATURES |= {
         *((3, "bf16, blocks"), (2, "fp16"), (3, "fp16"), (3, "activations=sqrt"), (2, "lars"), (3, "lamb")),
         *((3, "random numbers"), (2, "loader processes"), (3, "counts in buffers")),
         *((1, "noise scale"), (2, "noise scale, uneven micro-batches"), (3, "noise scale, uneven micro-batches")),
-        *((2, "rule noise_scale"), (3, "rule adascale")),
+        *((2, "rule noise_scale"), (3, "rule adascale"), (1, "compressed"), (2, "compressed"), (3, "compressed")),
     )
 }
 FEATURES |= {

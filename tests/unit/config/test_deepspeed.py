@@ -249,8 +249,8 @@ def test_trackers_and_compression_are_those_of_deepspeed() -> None:
     found = settings({"wandb": {"enabled": True, "team": "a team", "group": "x"}, "communication_data_type": "fp16"})
     assert (found["trackers.wandb.project"], found["trackers.wandb.entity"]) == ("deepspeed", "a team")
     assert found["gradient.compression"] == "fp16"
-    sharded = settings({"communication_data_type": "fp16", "zero_optimization": {"stage": 1}})
-    assert "gradient.compression" not in sharded
+    sharded = settings({"communication_data_type": "bf16", "zero_optimization": {"stage": 3}})
+    assert sharded["gradient.compression"] == "bf16"
 
 
 VALUES = {

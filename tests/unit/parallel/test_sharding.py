@@ -27,7 +27,7 @@ from undula.parallel.materialize import problem_of_meta
 from undula.parallel.reduce.sharded import _like
 from undula.parallel.reduce.unit_sum import InterleavedUnitSum, UnitSum
 from undula.parallel.sharding import problem_of_sharding
-from undula.parallel.spec import EngineSettings, ShardingSpec
+from undula.parallel.spec import Compression, EngineSettings, GradientSpec, ShardingSpec
 from undula.plan.plan import Plan, PlanSpec
 from undula.state import squares
 from undula.state.pieces import is_sharded_tensor
@@ -82,6 +82,16 @@ class Tied(nn.Module):
         return self.output(self.twice(self.frozen(y)))  # type: ignore[no-any-return]
 
 
+class Twice(Tied):
+    """Model whose blocks run twice."""
+
+    def forward(self, x: Tensor, uses: bool) -> Tensor:
+        y = self.embedding(x)
+        for block in (*self.blocks, *self.blocks):
+            y = block(y, uses)
+        return self.output(y)  # type: ignore[no-any-return]
+
+
 def loss_of(model: nn.Module, step: int, virtual_worker: int, number: int) -> Tensor:
     generator = torch.Generator().manual_seed(step * 1000 + virtual_worker * 10 + number)
     x = torch.randint(13, (3, 6), generator=generator)
@@ -89,9 +99,17 @@ def loss_of(model: nn.Module, step: int, virtual_worker: int, number: int) -> Te
     return F.cross_entropy(outputs.flatten(0, 1), x[:, 1:].flatten())
 
 
-def placed(rank: int, world_size: int, virtual_workers: int, sharding: ShardingSpec) -> Engine:
+def placed(
+    rank: int,
+    world_size: int,
+    virtual_workers: int,
+    sharding: ShardingSpec,
+    compression: Compression = "none",
+    make: type[nn.Module] = Tied,
+) -> Engine:
     torch.manual_seed(0)
-    return engine_steps.placed(Tied(), rank, world_size, virtual_workers, sharding=sharding)
+    gradient = GradientSpec(compression=compression)
+    return engine_steps.placed(make(), rank, world_size, virtual_workers, sharding=sharding, gradient=gradient)
 
 
 def run_step(
@@ -134,11 +152,19 @@ def whole(tensor: Any) -> Any:
     return None if tensor is None else (tensor.full_tensor() if is_sharded_tensor(tensor) else tensor).tolist()
 
 
-def _trained(rank: int, world_size: int, virtual_workers: int, sharding: ShardingSpec, names: Sequence[str]) -> Any:
+def _trained(
+    rank: int,
+    world_size: int,
+    virtual_workers: int,
+    sharding: ShardingSpec,
+    names: Sequence[str],
+    compression: Compression = "none",
+    make: type[nn.Module] = Tied,
+) -> Any:
     """Return norms, gradients, weights and states of each step, by optimizer."""
     found: dict[str, list[Any]] = {}
     for name in names:
-        engine = placed(rank, world_size, virtual_workers, sharding)
+        engine = placed(rank, world_size, virtual_workers, sharding, compression, make)
         plan, optimizer = plan_of(virtual_workers), OPTIMIZERS[name](engine.module.parameters())
         engine.prepare(engine.module, optimizer)
         for step in range(STEPS):
@@ -164,6 +190,19 @@ def test_gradients_weights_and_states_have_the_bits_of_the_whole_model(
     (expected,) = on_ranks(1, _trained, virtual_workers, ShardingSpec(), ["AdamW"])
     assert any(None in gradients for _, gradients, *_ in expected["AdamW"]), "each parameter got a gradient"
     for found in on_ranks(world_size, _trained, virtual_workers, ShardingSpec(stage), ["AdamW"]):
+        assert found == expected
+
+
+@pytest.mark.parametrize("make", [Tied, Twice])
+@pytest.mark.parametrize(
+    ("compression", "world_size", "stage"), [("bf16", 1, 3), ("fp16", 3, 1), ("bf16", 3, 2), ("fp16", 2, 3)]
+)
+def test_compressed_gradients_have_the_bits_of_the_whole_model(
+    compression: Compression, world_size: int, stage: int, make: type[nn.Module]
+) -> None:
+    (expected,) = on_ranks(1, _trained, 4, ShardingSpec(), ["AdamW"], compression, make)
+    sharding = ShardingSpec(stage)  # type: ignore[arg-type]
+    for found in on_ranks(world_size, _trained, 4, sharding, ["AdamW"], compression, make):
         assert found == expected
 
 
@@ -199,7 +238,7 @@ def test_torch_keeps_the_shards_where_the_settings_say(offload: str, expected: s
 def test_the_sum_that_torch_moves_to_host_memory_is_made_there() -> None:
     layout = Layout(0, 2, 0, torch.device("meta"), *[None] * 3)  # type: ignore[arg-type]
     for offloads, expected in ((False, ["meta"] * 4), (True, ["meta", "cpu"] * 2)):
-        unit_sum = UnitSum(layout, 4, offloads)
+        unit_sum = UnitSum(layout, 4, offloads=offloads)
         made = []
         for _ in range(2):
             unit_sum.begin_pass(counts=True, is_last=True)
@@ -358,9 +397,9 @@ def test_each_rank_holds_its_part_of_the_parameters_after_a_validation(stage: in
         assert sum(every) / 2 - rows <= held <= sum(every) / 2 + rows
 
 
-def _sent(rank: int, world_size: int, virtual_workers: int, stage: int) -> float:
-    """Return the elements that this rank sends for gradients in a step, as a multiple of the gradient."""
-    engine = placed(rank, world_size, virtual_workers, ShardingSpec(stage))  # type: ignore[arg-type]
+def _sent(rank: int, world_size: int, virtual_workers: int, stage: int, compression: Compression = "none") -> float:
+    """Return the bytes that this rank sends for gradients in a step, as a multiple of those of the gradient."""
+    engine = placed(rank, world_size, virtual_workers, ShardingSpec(stage), compression)  # type: ignore[arg-type]
     engine.prepare(engine.module, torch.optim.SGD(engine.module.parameters(), lr=0.1))
     sent, original = 0, dist.all_to_all_single
 
@@ -388,6 +427,12 @@ def test_gradients_send_what_the_docs_say(virtual_workers: int, world_size: int)
     layout = Layout(0, world_size, 0, torch.device("cpu"), *[None] * 3)  # type: ignore[arg-type]
     roots = [len(each) for each in layout.roots(virtual_workers)]
     assert on_ranks(world_size, _sent, virtual_workers, 1) == pytest.approx([n * of_slices for n in roots])
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_compressed_gradients_send_half_the_bytes(stage: int) -> None:
+    halves = [sent / 2 for sent in on_ranks(2, _sent, 4, stage)]
+    assert on_ranks(2, _sent, 4, stage, "bf16") == pytest.approx(halves)
 
 
 def _most_held(rank: int, world_size: int, stage: int) -> float:

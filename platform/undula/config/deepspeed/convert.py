@@ -56,7 +56,7 @@ def convert(config: Mapping[str, Any], virtual_workers: int | None = None) -> Co
     compute = _precision(keys, stage or 0)
     rate = _optimizer(keys)
     _schedule(keys, batch, rate)
-    _gradient(keys, stage or 0)
+    _gradient(keys)
     if stage is not None:
         keys.settings["sharding.stage"] = stage, "zero_optimization.stage"
     if stage and compute:
@@ -315,7 +315,7 @@ def _end_of_decay(keys: Keys, kind: str, batch: int | None, begin: float) -> Non
     keys.settings["schedule.final_fraction"] = final
 
 
-def _gradient(keys: Keys, stage: int) -> None:
+def _gradient(keys: Keys) -> None:
     """Convert what happens to the gradient."""
     norm = keys.read("gradient_clipping", NUMBER)
     if norm:
@@ -325,13 +325,10 @@ def _gradient(keys: Keys, stage: int) -> None:
             "gradient_clipping", keys.left_out.get("gradient_clipping", "0 clips nothing, which is the default")
         )
     sent = keys.read("communication_data_type", TEXT)
-    if sent in ("fp16", "bf16") and not stage:
+    if sent in ("fp16", "bf16"):
         keys.settings["gradient.compression"] = sent, "communication_data_type"
     elif sent is not None:
-        keys.leave_out(
-            "communication_data_type",
-            "gradients are sent in fp32, except by gradient.compression of a model that is not sharded",
-        )
+        keys.leave_out("communication_data_type", "gradients are sent in fp32, which is the default")
 
 
 def _offload(keys: Keys, stage: int) -> None:

@@ -34,13 +34,14 @@ class ShardedEngine(Engine):
     Args:
         layout: Layout of the worker group.
         settings: Settings of the job.
+        sent_as: Dtype to which each sum of gradients is rounded, and in which gradients are sent; None for their own dtype.
     """
 
     capabilities = SHARDED
 
-    def __init__(self, layout: Layout, settings: EngineSettings):
+    def __init__(self, layout: Layout, settings: EngineSettings, sent_as: torch.dtype | None = None):
         accumulate = partial(ShardedAccumulator, layout=layout, virtual_workers=settings.virtual_workers)
-        super().__init__(layout, partial(accumulate, offloads=settings.sharding.offload == "all"))
+        super().__init__(layout, partial(accumulate, sent_as=sent_as, offloads=settings.sharding.offload == "all"))
         self._sharding = settings.sharding
         self._compute = dtype_of(settings.compute)
         self._former: dict[str, weakref.ref[nn.Parameter]] = {}
@@ -178,7 +179,8 @@ class ShardedEngine(Engine):
             UsageError: It has other parameters, or its results on shards may be others than on whole parameters.
         """
         is_chosen = self._sharding.stage > 0
-        is_known = set_up_optimizer(optimizer, self.parameters, self.parameters[0].device, is_chosen)
+        device = next((each.device for each in self.parameters), self.layout.device)
+        is_known = set_up_optimizer(optimizer, self.parameters, device, is_chosen)
         # Norms in float64 depend on the split.
         self.has_same_bits = is_known and not any(each.dtype == torch.float64 for each in self.parameters)
         super().prepare(model, optimizer)

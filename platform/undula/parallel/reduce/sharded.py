@@ -55,10 +55,18 @@ class ShardedAccumulator(Accumulator):
         module: Module that `fully_shard` has sharded, with its parameters in shards.
         layout: Layout of the worker group.
         virtual_workers: Number of virtual workers of the plan.
+        sent_as: Dtype to which each sum is rounded, and in which gradients are sent; None for their own dtype.
         offloads: Whether the shards are in host memory, and what is gathered of them on the device of the layout.
     """
 
-    def __init__(self, module: nn.Module, layout: Layout, virtual_workers: int, offloads: bool = False):
+    def __init__(
+        self,
+        module: nn.Module,
+        layout: Layout,
+        virtual_workers: int,
+        sent_as: torch.dtype | None = None,
+        offloads: bool = False,
+    ):
         super().__init__(module)
         self.show: ShowGradient | None = None
         """Function that gets each gradient of a micro-batch, before it is reduced; None for none."""
@@ -73,7 +81,7 @@ class ShardedAccumulator(Accumulator):
         """All sharded parameters. Torch can set zeros as the gradient also of one that no longer requires a gradient."""
         make = InterleavedUnitSum if layout.interleaves and layout.num_cells > 1 else UnitSum
         self._units = [
-            Unit(part, places, make(layout, virtual_workers, offloads)) for part, places in _units_of(module)
+            Unit(part, places, make(layout, virtual_workers, sent_as, offloads)) for part, places in _units_of(module)
         ]
         self._hooks: list[RemovableHandle] = [
             parameter.register_hook(_refuse)  # type: ignore[no-untyped-call]
