@@ -111,8 +111,17 @@ FEATURES: dict[str, Feature] = {
     "sharded": Feature(Loop(partial(network, True)), plan={"micro_batch": 2, "epochs": 2}, like="whole"),
     "whole": Feature(plan={"micro_batch": 2, "epochs": 2}),
     "clipped": Feature(settings={"gradient": GradientSpec(max_norm=0.1)}),
+    "compressed": Feature(
+        settings={"gradient": GradientSpec(compression="bf16")}, plan={"micro_batch": 2, "global_batch": 20, "epochs": 3}
+    ),
     "adasum": Feature(settings={"gradient": GradientSpec(reduce="adasum")}),
     "noise scale": Feature(settings={"gradient": GradientSpec(noise_every_steps=1)}),
+    "noise scale, sharded": Feature(
+        Loop(partial(network, True)), {"gradient": GradientSpec(noise_every_steps=1)}, like="noise scale"
+    ),
+    "noise scale, uneven micro-batches": Feature(
+        settings={"gradient": GradientSpec(noise_every_steps=2)}, plan={"global_batch": 16, "micro_batch": 3, "max_steps": 7, "epochs": 3}
+    ),
     "rule noise_scale": Feature(settings=ruled("noise_scale")),
     "rule adascale": Feature(settings=ruled("adascale")),
     "rule surge": Feature(settings=ruled("surge")),
@@ -159,7 +168,15 @@ FEATURES |= {
         *((3, "uneven micro-batches"), (1, "no samples"), (3, "no samples"), (2, "mean over tokens")),
         *((3, "bf16, blocks"), (2, "fp16"), (3, "fp16"), (3, "activations=sqrt"), (2, "lars"), (3, "lamb")),
         *((3, "random numbers"), (2, "loader processes"), (3, "counts in buffers")),
+        *((1, "noise scale"), (2, "noise scale, uneven micro-batches"), (3, "noise scale, uneven micro-batches")),
+        *((2, "rule noise_scale"), (3, "rule adascale"), (1, "compressed"), (2, "compressed"), (3, "compressed")),
     )
+}
+FEATURES |= {
+    f"{name}, shards in host memory in stage {stage}": replace(
+        FEATURES[name], settings={**FEATURES[name].settings, "sharding": ShardingSpec(stage, offload="all")}, like=name
+    )
+    for stage, name in ((1, "fp16"), (2, "lamb"), (3, "clipped"), (3, "BatchNorm"))
 }
 FEATURES["16-bit gathers"] = Feature(
     Loop(network, adamw), {"precision": PrecisionSpec("bf16"), "sharding": ShardingSpec(3, gather="compute")}

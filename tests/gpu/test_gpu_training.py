@@ -113,6 +113,25 @@ def test_a_sharded_model_has_the_bits_of_a_whole_one(any_device: torch.device, t
     assert found[0] == found[1] == found[3]
 
 
+@pytest.mark.skipif(which("g++") is None, reason="g++ is not installed")
+def test_shards_in_host_memory_train_the_same_model_in_less_memory_of_the_device(
+    any_device: torch.device, tmp_path: Path
+) -> None:
+    losses, peaks = {}, {}
+    for offload in ("none", "all"):
+        sharding = ShardingSpec(3, offload=offload)  # type: ignore[arg-type]
+        job = replace(gpt_job(tmp_path / offload, EPOCH // 8), sharding=sharding)
+        if any_device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+        SingleProcess(train, job, lambda message: None, device=any_device)()
+        if any_device.type == "cuda":
+            peaks[offload] = torch.cuda.max_memory_allocated()
+        losses[offload] = read_ledger(open_store(job.run_url)).steps["loss"].to_pylist()
+    assert losses["all"] == pytest.approx(losses["none"], rel=1e-4)
+    if peaks:
+        assert peaks["all"] < peaks["none"]
+
+
 def test_a_compiled_run_resumes_exactly_after_every_step(any_device: torch.device, tmp_path: Path) -> None:
     check(ALL["plain"], write_job(tmp_path), "plan.max_steps=2", "compile=true", "deterministic=true")
 

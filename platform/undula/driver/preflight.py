@@ -115,7 +115,7 @@ def examine(train: Callable[[Run], None], loaded: LoadedSpec, stored: StoredData
 
 
 def check_job(loaded: LoadedSpec) -> StoredData | None:
-    """Check that the engine is installed, that a CPU can compute in the precision of a job without GPUs, that paths remain valid when the
+    """Check that the engine is installed, that a job without GPUs has settings for CPUs, that paths remain valid when the
     job has ended, and that the data can be read.
 
     Returns:
@@ -127,7 +127,7 @@ def check_job(loaded: LoadedSpec) -> StoredData | None:
     if loaded.spec.engine == "horovod":
         _check_horovod(loaded, has_gpus=loaded.spec.workers.gpus not in ("auto", 0))
     if loaded.spec.workers.gpus == 0:
-        _refuse_format_on_cpu(loaded)
+        _refuse_on_cpu(loaded)
     _refuse_lost_path("runs", loaded.spec.runs, loaded)
     if loaded.spec.data.is_of_script:
         return None
@@ -154,7 +154,7 @@ def on_machines(loaded: LoadedSpec, have_gpus: Callable[[], bool]) -> LoadedSpec
 
     Raises:
         ClusterError: The workers get GPUs, and the installed Horovod cannot use them.
-        SpecError: The workers get no GPUs, and a CPU cannot compute in the job's precision.
+        SpecError: The workers get no GPUs, and the job's settings need them.
     """
     spec = loaded.spec
     if spec.workers.gpus != "auto":
@@ -163,7 +163,7 @@ def on_machines(loaded: LoadedSpec, have_gpus: Callable[[], bool]) -> LoadedSpec
     if spec.engine == "horovod":
         _check_horovod(loaded, has_gpus=bool(workers.gpus))
     if not workers.gpus:
-        _refuse_format_on_cpu(loaded)
+        _refuse_on_cpu(loaded)
     return loaded.with_workers(workers)
 
 
@@ -229,8 +229,13 @@ def _check_horovod(loaded: LoadedSpec, has_gpus: bool) -> None:
     check(has_gpus)
 
 
-def _refuse_format_on_cpu(loaded: LoadedSpec) -> None:
-    """Refuse a precision in which this machine's CPU cannot compute; the workers check theirs again."""
+def _refuse_on_cpu(loaded: LoadedSpec) -> None:
+    """Refuse shards in host memory, where they are in any case, and a precision in which this machine's CPU cannot compute; the workers
+    check theirs again."""
+    if loaded.spec.sharding.offload != "none":
+        raise SpecError(
+            f"{loaded.origin('sharding.offload')}: sharding.offload=all has no effect without GPUs; remove it, or train on GPUs"
+        )
     if problem := cpu_problem(loaded.spec.precision.compute):
         raise SpecError(f"{loaded.origin('precision.compute')}: {problem}")
 

@@ -39,7 +39,9 @@ class Capabilities:
 
 FORMATS = frozenset({Feature.BF16, Feature.FP16, Feature.HALF_PARAMETERS})
 """Features about number formats, each of which every engine supports. CONFLICTS has those that exclude each other."""
-SHARDED = Capabilities("sharded", Feature.SHARDED, FORMATS, equal_rounds=True)
+SHARDED = Capabilities(
+    "sharded", Feature.SHARDED, FORMATS | {Feature.COMPRESSION, Feature.NOISE_SCALE}, equal_rounds=True
+)
 ADASUM = Capabilities("adasum", Feature.ADASUM, FORMATS | {Feature.HOROVOD})
 DATA_PARALLEL = Capabilities(
     "data parallel",

@@ -108,7 +108,7 @@ def set_up_optimizer(
     Args:
         optimizer: The optimizer.
         parameters: Sharded parameters of the model.
-        device: Device of the model.
+        device: Device of the shards.
         is_chosen: Whether the job's settings have sharded the model, and not the script.
 
     Returns:

@@ -39,7 +39,7 @@ class GradientSpec:
 
 @checked_dataclass(frozen=True, config=STRICT)
 class ShardingSpec:
-    """Sharding of a model over the workers, with torch's `fully_shard` (FSDP2). No setting but `gather` changes any bit of the result."""
+    """Sharding of a model over the workers, with torch's `fully_shard` (FSDP2). Only `gather` and `offload` change bits of the result."""
 
     stage: Literal[0, 1, 2, 3] = 0
     """Parts of a step of which no worker has the whole, as ZeRO numbers them (arXiv:1910.02054): nothing (0), the optimizer's state (1),
@@ -50,10 +50,15 @@ class ShardingSpec:
     gather: Literal["fp32", "compute"] = "fp32"
     """Format in which parameters are gathered: their own (fp32), or that of `precision.compute`, which halves the bytes. `compute` has
     other bits than the unsharded model, because whole units then compute in 16 bits, and not only the operations that autocast chooses."""
+    offload: Literal["none", "all"] = "none"
+    """Shards that are kept in host memory: none, or those of the parameters and of the optimizer's state (all), so that a GPU has only what
+    is gathered of them. The optimizer then steps on the CPU, whose results can have other last bits than those of a GPU."""
 
     def __post_init__(self) -> None:
-        if not self.stage and (self.units != "auto" or self.gather != "fp32"):
-            raise ValueError("units and gather have no effect with stage=0; set stage to 1, 2 or 3, or remove them")
+        if not self.stage and (self.units != "auto" or self.gather != "fp32" or self.offload != "none"):
+            raise ValueError(
+                "units, gather and offload have no effect with stage=0; set stage to 1, 2 or 3, or remove them"
+            )
 
     @property
     def interleaves(self) -> bool:

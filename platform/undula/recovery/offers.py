@@ -63,15 +63,14 @@ class Offer:
         stored = [each for each in (self.base, *self.updates) if isinstance(each, Snapshot)]
         return sum(each.bytes for each in stored)
 
-    def load(self, age: Age, optimizer: torch.optim.Optimizer, device: torch.device) -> RankState:
+    def load(self, age: Age, optimizer: torch.optim.Optimizer) -> RankState:
         """Return the state of an age, to which this offer leads.
 
         Args:
             age: The age.
-            optimizer: Optimizer of the run.
-            device: Device of this rank, on which updates are taken again.
+            optimizer: Optimizer of the run. Updates are taken again on the device of its parameters, where it takes its own.
         """
-        state = self.base.load()
+        state, device = self.base.load(), optimizer.param_groups[0]["params"][0].device
         for update in self.updates:
             if update.age <= age:
                 state = replayed(state, update.load(), type(optimizer), device)

@@ -142,7 +142,7 @@ class Restorer:
         own = [offer for offer in offers for _ in offer.answers()]
         mine = [own[place] for place in places[self.layout.rank]]
         self.enter(STARTING, sum(offer.bytes() for offer in mine) / MEMORY_BYTES_S)
-        states = [offer.load(age, self.live.optimizer, self.layout.device) for offer in mine]
+        states = [offer.load(age, self.live.optimizer) for offer in mine]
         values, rows, expected = self._common(offers, answers, age)
         targets = self.live.targets(expected)
         given = [answer for of_source in used for answer in of_source]

@@ -18,7 +18,7 @@ from undula.state.optimizer_state import (
     optimizer_state,
     state_like,
 )
-from undula.state.pieces import Table, empty_tensor, piece_of, spec_of
+from undula.state.pieces import Table, empty_tensor, is_sharded_tensor, piece_of, spec_of
 from undula.state.values import checked, decode, encode, tensor_names
 
 MODEL = "model."
@@ -222,12 +222,17 @@ def _model_state(model: nn.Module) -> dict[str, Any]:
 def _make_late_buffers(model: nn.Module, table: Table) -> None:
     """Create buffers that are None in a new module but have values in the saved state."""
     bare = bare_module(model)
-    device = next((parameter.device for parameter in bare.parameters()), None)
+    device = next(map(_device_of, bare.parameters()), None)
     for path, module in bare.named_modules(remove_duplicate=False):
         for key, value in module._buffers.items():
             name = MODEL + _plain(f"{path}.{key}" if path else key)
             if value is None and name in table:
                 setattr(module, key, empty_tensor(table[name], device))
+
+
+def _device_of(parameter: Any) -> torch.device:
+    """Return the device that computes with a parameter, of which a shard can wait in host memory."""
+    return torch.device(parameter.device_mesh.device_type) if is_sharded_tensor(parameter) else parameter.device
 
 
 def parameter_names(model: nn.Module) -> dict[Tensor, str]:

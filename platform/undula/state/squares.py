@@ -34,7 +34,9 @@ def square_sums(groups: Sequence[Sequence[Tensor]]) -> Tensor:
     if not flat:
         return torch.zeros(len(groups), device="cpu")
     norms = torch.stack(torch._foreach_norm(flat, 2, dtype=torch.float64))
-    sums = torch.stack([each.sum() for each in torch.split(norms.square(), list(map(len, parts)))])
+    sums = norms.square()
+    if any(len(of_group) != 1 for of_group in parts):
+        sums = torch.stack([each.sum() for each in torch.split(sums, list(map(len, parts)))])
     every: list[Any] = [tensor for group in groups for tensor in group]
     sharded = next(filter(is_sharded_tensor, every), None)
     _add_up(sums, sharded)
@@ -60,7 +62,11 @@ def _add_up(values: Tensor, sharded: Any) -> None:
     """Sum values over the ranks among which a tensor is sharded. Several copies of a shard count once. None is for a whole tensor."""
     for dimension, placement in enumerate(sharded.placements if sharded is not None else ()):
         if placement.is_shard():
-            dist.all_reduce(values, group=sharded.device_mesh.get_group(dimension))
+            mesh = sharded.device_mesh
+            there = values.to(mesh.device_type)  # NCCL sums no numbers of shards in host memory
+            dist.all_reduce(there, group=mesh.get_group(dimension))
+            if there is not values:
+                values.copy_(there)
 
 
 def _exact(shards: Sequence[Tensor], sharded: Any) -> float:

@@ -36,8 +36,10 @@ class BufferMean:
         self._all_reduce = all_reduce_over(layout.shards) if layout else lambda tensor: None
         self._is_first = layout is None or layout.cell == 0
         self._tree_sum = partial(TreeSum, layout, virtual_workers)
-        self._device = next(
-            (tensor.device for tensor in (*module.parameters(), *module.buffers())), torch.device("cpu")
+        self._device = (
+            layout.device
+            if layout
+            else next((tensor.device for tensor in (*module.parameters(), *module.buffers())), torch.device("cpu"))
         )
         self._in_places: list[Tensor | None] = []
         self._new: dict[int, Tensor] = {}

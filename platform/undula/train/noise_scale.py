@@ -1,17 +1,19 @@
 """Measurement of the gradient noise scale during training, from the gradients of the micro-batches.
 
-Micro-batches are defined by the plan, not by the ranks, and their squared norms are summed exactly. The result therefore depends only on
-the plan.
+Micro-batches are defined by the plan, not by the ranks, and the squared norms of their parameters' gradients are summed exactly. The result
+therefore depends only on the plan.
 """
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Hashable, Iterable
 from dataclasses import replace
-from functools import partial
+from itertools import islice
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from undula.errors import UsageError
+from undula.parallel.gradient_hooks import ShowGradient
 from undula.plan.noise import Measured, StepNorms
 from undula.state.pieces import Piece, piece_of
 from undula.state.squares import square_sums
@@ -24,7 +26,7 @@ HELD_BYTES = 32 * 2**20
 class NoiseScaleMeter:
     """Computes the norms of a step's gradients in hooks, and averages the estimates of the noise scale.
 
-    The hook of a parameter receives the gradient of one backward pass, before it is accumulated and before engines reduce it. The
+    An engine shows the gradient of each parameter in one backward pass, before it is accumulated and before the engine reduces it. The
     gradients of micro-batches are therefore still separate. A step that is measured reads each gradient one more time.
 
     Args:
@@ -39,10 +41,10 @@ class NoiseScaleMeter:
         self._collected: list[Tensor] = []
         self._collected_bytes = 0
         self._parts: list[Tensor] = []
-        self._seen: set[int] = set()
-        """Parameters of which the backward pass has computed a gradient, by the order of their hooks."""
+        self._seen: set[Hashable] = set()
+        """Parameters of which the backward pass has computed a gradient."""
         self._squares: list[tuple[Tensor, int]] = []
-        self._hooked: set[nn.Parameter] = set()
+        """Squared norm of each parameter's gradient in a micro-batch, of shape [parameters], and number of samples in the micro-batch."""
         # The state is a tensor, so that snapshots and checkpoints copy it like the weights: it changes with every measurement.
         self._state = torch.tensor(Measured().values(), dtype=torch.float64, device="cpu")
         self._piece = piece_of(self._state)
@@ -55,22 +57,19 @@ class NoiseScaleMeter:
     def measured(self) -> Measured:
         return Measured.of(*self._state.tolist())
 
-    def begin_step(self, index: int, steps: int, trainable: Sequence[nn.Parameter]) -> None:
+    def begin_step(self, index: int, steps: int, watch: Callable[[ShowGradient], None]) -> None:
         """Begin an optimizer step. The plan decides whether the step is measured, so that all ranks agree.
 
         Args:
             index: Number of the optimizer step's first step of the plan.
             steps: Number of steps of the plan that the optimizer step merges.
-            trainable: Parameters that may get a gradient.
+            watch: Function that lets a function see the gradients of the step. It is called if the step is measured.
         """
         every = self._every_steps
         self._is_measured = bool(every) and (index + steps) // every > index // every
         self._squares = []
         if self._is_measured:
-            for parameter in trainable:
-                if parameter not in self._hooked:
-                    parameter.register_hook(partial(self._collect, len(self._hooked)))  # type: ignore[no-untyped-call]
-                    self._hooked.add(parameter)
+            watch(self._collect)
 
     def begin_backward(self) -> None:
         self._is_on = self._is_measured
@@ -80,7 +79,7 @@ class NoiseScaleMeter:
         """End the backward pass of a micro-batch. `samples` is 0 if this rank has no share of a short step."""
         self._reduce_collected()
         if samples and self._parts:
-            self._squares.append((torch.stack(self._parts).sum(), samples))
+            self._squares.append((torch.cat(self._parts), samples))
         self._is_on = False
         self._clear()
 
@@ -96,11 +95,11 @@ class NoiseScaleMeter:
         if not self._squares:
             return []
         # The hooks received the mean gradient times samples / step_samples, the engine's scale and the loss scale.
-        parts = torch.tensor(
-            [samples / step_samples for _, samples in self._squares], dtype=torch.float64, device="cpu"
-        )
-        squares = torch.stack([square for square, _ in self._squares]).cpu()
-        return [float(square) for square in squares / parts / (self.scale * loss_scale) ** 2]
+        values = iter(torch.cat([squares for squares, _ in self._squares]).tolist())
+        return [
+            _sum(islice(values, len(squares))) / (samples / step_samples) / (self.scale * loss_scale) ** 2
+            for squares, samples in self._squares
+        ]
 
     def keep(self, norms: StepNorms | None, clock: float) -> float | None:
         """Add the measurement of a committed step to the averages.
@@ -121,7 +120,7 @@ class NoiseScaleMeter:
         samples = noise.samples if is_measured else None
         return None if samples in (None, float("inf")) else samples
 
-    def _collect(self, parameter: int, gradient: Tensor) -> None:
+    def _collect(self, parameter: Hashable, gradient: Tensor) -> None:
         """Collect the gradient itself, not a view of it, because autograd then accumulates into another tensor instead of changing it.
 
         Raises:
@@ -143,9 +142,18 @@ class NoiseScaleMeter:
         by_type: dict[torch.dtype, list[Tensor]] = {}
         for gradient in self._collected:
             by_type.setdefault(gradient.dtype, []).append(gradient)
-        self._parts += [square_sums([gradients]).squeeze(0).double() for gradients in by_type.values()]
+        # One sum for each gradient, because which gradients are collected together depends on the engine.
+        self._parts += [square_sums([[each] for each in gradients]).double() for gradients in by_type.values()]
         self._collected, self._collected_bytes = [], 0
 
     def _clear(self) -> None:
         """Free the collected gradients and norms, including those of a backward pass that did not finish."""
         self._collected, self._collected_bytes, self._parts, self._seen = [], 0, [], set()
+
+
+def _sum(squares: Iterable[float]) -> float:
+    """Return the sum of numbers of at least 0, rounded once, so that it does not depend on their order."""
+    try:
+        return math.fsum(squares)
+    except OverflowError:
+        return math.inf

@@ -14,6 +14,7 @@ from undula.recovery.progress import LONGEST_PHASE_S
 from undula.recovery.worker_state import LeaveGroup, Request, WorkerState
 from undula.telemetry.messages import Publisher
 from undula.train.job import Job
+from undula.train.mixed_tensors import note_mixed_tensors
 from undula.train.run import Run
 from undula.train.script_file import make_ready
 from undula.train.session import GroupSession
@@ -73,6 +74,7 @@ class SingleProcess:
                 self._train(run)
                 session.require_end()
             except BaseException as error:
+                note_mixed_tensors(error)
                 if self._hands_over:
                     run.hand_over()
                 if not isinstance(error, LeaveGroup):

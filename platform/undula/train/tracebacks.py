@@ -8,6 +8,7 @@ import torch.distributed as dist
 from undula.masking.values import mask, mask_error
 from undula.recovery.worker_state import GroupEndedError
 from undula.train.left_out import note_left_out
+from undula.train.mixed_tensors import note_mixed_tensors
 
 HOROVODS_REFUSALS = re.compile("Mismatched|not been initialized|same name as another")
 """Parts of the messages of Horovod 0.28.1 about mistakes of the script itself (horovod/common/controller.cc, common.h)."""
@@ -20,6 +21,7 @@ def keep_traceback(error: BaseException) -> None:
     The frame that calls the user's code is left out. Secrets are masked, because Ray writes exceptions of workers to its logs.
     """
     note_left_out(error)
+    note_mixed_tensors(error)
     mask_error(error)
     frames = error.__traceback__.tb_next if error.__traceback__ else None
     setattr(error, _ATTRIBUTE, mask("".join(traceback.format_exception(type(error), error, frames))))

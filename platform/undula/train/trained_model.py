@@ -92,7 +92,7 @@ class TrainedModel:
         self._buffers.begin_step()
         self.engine.begin_step(work)
         self.guard.begin_batches(is_repeating)
-        self._noise.begin_step(step.index, step.merged_steps, self.engine.trainable)
+        self._noise.begin_step(step.index, step.merged_steps, self.engine.watch_gradients)
 
     def begin_batch(self, micro_batch: MicroBatch, is_last: bool) -> None:
         """Prepare the forward pass of a micro-batch."""

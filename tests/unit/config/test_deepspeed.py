@@ -88,8 +88,46 @@ def test_a_configuration_of_stage_3_becomes_a_job_that_loads(tmp_path: Path) -> 
     assert (spec.schedule.base_lr, spec.schedule.decay, spec.gradient.max_norm) == (1e-5, "constant", 1.0)
     assert (spec.sharding.stage, spec.sharding.gather, spec.workers.max) == (3, "compute", 4)
     assert OptimizerConfig(**spec.config["optimizer"]) == OptimizerConfig("adamw")
-    for key in ("sub_group_size", "reduce_bucket_size", "offload_param", "stage3_param_persistence_threshold"):
+    assert spec.sharding.offload == "all"
+    assert "offload: all              # zero_optimization.offload_optimizer and offload_param\n" in text
+    for key in ("sub_group_size", "reduce_bucket_size", "stage3_param_persistence_threshold"):
         assert f"# - zero_optimization.{key}: " in text
+
+
+@pytest.mark.parametrize(
+    ("stage", "optimizer", "param", "offload", "different", "left_out"),
+    [
+        (3, "cpu", "cpu", "all", {}, {}),
+        (3, "cpu", None, "all", {"optimizer": "the shards of the parameters wait in host memory, too"}, {}),
+        (1, "cpu", None, "all", {"optimizer": "the shards of the parameters wait in host memory, too"}, {}),
+        (2, "cpu", "cpu", "all", {"optimizer": "the shards"}, {"param": "DeepSpeed offloads parameters in stage 3 alone"}),
+        (3, None, "cpu", "all", {"param": "the optimizer's state is in host memory, too"}, {}),
+        (3, "nvme", "cpu", "all", {"param": "the optimizer's state"}, {"optimizer": "nothing is offloaded to disks"}),
+        (3, "nvme", "nvme", None, {}, {"optimizer": "nothing is offloaded to disks", "param": "nothing is offloaded to disks"}),
+        (3, "none", None, None, {}, {"optimizer": "nothing is offloaded unless"}),
+        (0, "cpu", None, None, {}, {"optimizer": "only the shards of a sharded model"}),
+    ],
+)  # fmt: skip
+def test_shards_wait_in_host_memory_where_deepspeed_offloads(
+    stage: int, optimizer: str | None, param: str | None, offload: str | None, different: Any, left_out: Any
+) -> None:
+    sections = {"offload_optimizer": optimizer, "offload_param": param}
+    zero = {name: {"device": device} for name, device in sections.items() if device}
+    done = convert({**BATCH, "zero_optimization": {"stage": stage, **zero}})
+    assert done.settings.get("sharding.offload", (None, ""))[0] == offload
+    for found, expected in ((done.differences, different), (done.left_out, left_out)):
+        assert {key for key in found if "offload" in key} == {f"zero_optimization.offload_{name}" for name in expected}
+        for name, sentence in expected.items():
+            assert found[f"zero_optimization.offload_{name}"].startswith(sentence)
+
+
+def test_shards_in_host_memory_are_pinned() -> None:
+    zero = {"stage": 3, "offload_optimizer": {"device": "cpu", "pin_memory": False, "ratio": 0.5}}
+    left_out = convert({**BATCH, "zero_optimization": zero}).left_out
+    assert left_out["zero_optimization.offload_optimizer.pin_memory"].startswith(
+        "shards in host memory are always pinned"
+    )
+    assert left_out["zero_optimization.offload_optimizer.ratio"] == "all of the optimizer's state is in host memory"
 
 
 @pytest.mark.parametrize(
@@ -211,8 +249,8 @@ def test_trackers_and_compression_are_those_of_deepspeed() -> None:
     found = settings({"wandb": {"enabled": True, "team": "a team", "group": "x"}, "communication_data_type": "fp16"})
     assert (found["trackers.wandb.project"], found["trackers.wandb.entity"]) == ("deepspeed", "a team")
     assert found["gradient.compression"] == "fp16"
-    sharded = settings({"communication_data_type": "fp16", "zero_optimization": {"stage": 1}})
-    assert "gradient.compression" not in sharded
+    sharded = settings({"communication_data_type": "bf16", "zero_optimization": {"stage": 3}})
+    assert sharded["gradient.compression"] == "bf16"
 
 
 VALUES = {
@@ -237,6 +275,10 @@ VALUES = {
     "gradient_clipping": st.sampled_from([0, 1.0, "auto"]),
     "communication_data_type": st.sampled_from(["fp16", "bf16", "fp32"]),
     "zero_optimization.stage": st.sampled_from([0, 1, 2, 3, "auto"]),
+    "zero_optimization.offload_optimizer.device": st.sampled_from(["none", "cpu", "nvme"]),
+    "zero_optimization.offload_optimizer.pin_memory": st.booleans(),
+    "zero_optimization.offload_param.device": st.sampled_from(["none", "cpu", "nvme"]),
+    "zero_optimization.offload_param.pin_memory": st.booleans(),
     "fp16.enabled": st.sampled_from([True, False, "auto"]),
     "fp16.loss_scale": st.sampled_from([0, 100, 128, "auto"]),
     "bf16.enabled": st.sampled_from([False, "auto"]),
@@ -279,6 +321,7 @@ STATED = {
     "optimizer.params.adam_w_mode",  # decides the name of the optimizer
     "optimizer.params.torch_adam",  # decides a default
     "wandb.enabled",
+    *(f"zero_optimization.offload_{part}.{key}" for part in ("optimizer", "param") for key in ("device", "pin_memory")),
 }
 """Converted keys that need not be the origin of a value."""
 

@@ -89,6 +89,19 @@ def test_a_format_that_the_cpu_lacks_is_refused_as_soon_as_the_workers_get_no_gp
             check()
 
 
+def test_shards_in_host_memory_are_refused_as_soon_as_the_workers_get_no_gpus(tmp_path: Path) -> None:
+    settings = ("sharding.stage=3", "sharding.offload=all")
+    loaded = job(tmp_path, *settings)
+    prepare(loaded, train, fresh=False)  # the cluster may have GPUs
+    assert on_machines(loaded, lambda: True).spec.sharding.offload == "all"
+    for check in (
+        lambda: on_machines(loaded, lambda: False),
+        lambda: prepare(job(tmp_path, *settings, "workers.gpus=0"), train, False),
+    ):
+        with pytest.raises(SpecError, match=r"^command line: sharding\.offload=all has no effect without GPUs; remove"):
+            check()
+
+
 def test_16_bit_parameters_in_a_16_bit_run_are_refused_with_the_reason(tmp_path: Path) -> None:
     def train(run: Run) -> None:
         run.model(nn.Linear(2, 3).bfloat16())

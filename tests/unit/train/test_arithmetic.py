@@ -57,3 +57,10 @@ def test_the_same_process_does_not_differ_from_itself() -> None:
     one = arithmetic_of(torch.device("cpu"))
     assert difference([one, one]) is None
     assert {"torch", "the CPU", "the number of threads"} <= one.keys()
+
+
+def test_an_optimizer_that_steps_on_the_cpu_makes_a_difference() -> None:
+    on_device, on_host = (arithmetic_of(torch.device("cpu"), is_offloaded=offloads) for offloads in (False, True))
+    assert difference([on_device, on_host], ("before", "now")) == (
+        "what computes on the CPU is not set before and the optimizer now"
+    )

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from undula.data.prepare.write import write_shards
 from undula.errors import UsageError
-from undula.parallel.capabilities import Feature, refusal
+from undula.parallel.gradient_hooks import GradientHooks
 from undula.parallel.norms import gradient_norm
 from undula.parallel.parameters import trainable
 from undula.parallel.spec import GradientSpec
@@ -24,6 +25,7 @@ from undula.plan.noise import StepNorms
 from undula.plan.schedule import ScheduleSpec
 from undula.state.ledger import read_ledger
 from undula.storage import Store
+from undula.train import noise_scale
 from undula.train.job import Job
 from undula.train.loop import TrainingLoop
 from undula.train.noise_scale import NoiseScaleMeter
@@ -31,12 +33,20 @@ from undula.train.run import Run
 
 
 def one_step(
-    meter: NoiseScaleMeter, module: nn.Module, shares: list[Tensor], index: int = 0, scale: float = 1.0
+    meter: NoiseScaleMeter,
+    module: nn.Module,
+    shares: list[Tensor],
+    index: int = 0,
+    scale: float = 1.0,
+    hooks: GradientHooks | None = None,
 ) -> StepNorms:
-    """Take a step over micro-batches of the given sizes, with accumulated gradients, as the training loop does."""
+    """Take a step over micro-batches of the given sizes, with accumulated gradients, as the training loop does.
+
+    Several steps of a module have the same hooks.
+    """
     samples = sum(map(len, shares))
     module.zero_grad()
-    meter.begin_step(index, 1, trainable(module))
+    meter.begin_step(index, 1, partial((hooks or GradientHooks()).attach, trainable(module)))
     for share in shares:
         meter.begin_backward()
         (module(share) * scale * len(share) / samples).backward()
@@ -60,10 +70,10 @@ def test_a_quadratic_with_gaussian_targets_has_the_noise_scale_of_its_covariance
     """At x = 1, with targets of deviation 3 around 0 in 60 coordinates, tr(Sigma) / |G|^2 = 60 * 3^2 / 60 = 9 samples."""
     torch.manual_seed(0)
     module = Quadratic(60)
-    meter = NoiseScaleMeter(every_steps=1)
+    meter, hooks = NoiseScaleMeter(every_steps=1), GradientHooks()
     found = []
     for index in range(600):
-        norms = one_step(meter, module, [torch.randn(4, 60) * 3 for _ in range(8)], index)
+        norms = one_step(meter, module, [torch.randn(4, 60) * 3 for _ in range(8)], index, hooks=hooks)
         found.append(meter.keep(norms, clock=0.0))
     assert found[-1] == pytest.approx(9.0, rel=0.1)
     assert found[99] == pytest.approx(9.0, rel=0.2)
@@ -101,10 +111,10 @@ class _Loss(nn.Module):
 
 def test_steps_between_measurements_have_no_cost_and_no_effect() -> None:
     module = Quadratic(3)
-    meter = NoiseScaleMeter(every_steps=3)
+    meter, hooks = NoiseScaleMeter(every_steps=3), GradientHooks()
     kept = []
     for index in range(6):
-        norms = one_step(meter, module, [torch.randn(2, 3), torch.randn(2, 3)], index)
+        norms = one_step(meter, module, [torch.randn(2, 3), torch.randn(2, 3)], index, hooks=hooks)
         before = meter.measured.noise
         meter.keep(norms, clock=0.0)
         kept.append((norms.micro_batches, meter.measured.noise != before))
@@ -169,7 +179,7 @@ def test_a_run_without_measurements_saves_no_additional_state(tmp_path: Path) ->
 def test_a_gradient_in_parts_is_refused() -> None:
     layer = nn.Linear(2, 1)
     meter = NoiseScaleMeter(every_steps=1)
-    meter.begin_step(0, 1, trainable(layer))
+    meter.begin_step(0, 1, partial(GradientHooks().attach, trainable(layer)))
     meter.begin_backward()
     x = torch.ones(1, 2, requires_grad=True)
     twice = checkpoint(layer, x, use_reentrant=True) + checkpoint(layer, 2 * x, use_reentrant=True)
@@ -177,6 +187,11 @@ def test_a_gradient_in_parts_is_refused() -> None:
         twice.sum().backward()
 
 
-def test_a_sharded_model_is_refused() -> None:
-    message = refusal({Feature.SHARDED, Feature.NOISE_SCALE})
-    assert message == f"{Feature.NOISE_SCALE} cannot be combined with {Feature.SHARDED}; remove one of them"
+def test_norms_do_not_depend_on_which_gradients_are_collected_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = []
+    for held_bytes in (1, 2**20):
+        monkeypatch.setattr(noise_scale, "HELD_BYTES", held_bytes)
+        torch.manual_seed(0)
+        network = _Loss(nn.ModuleDict({"body": nn.Sequential(*(nn.Linear(9, 9) for _ in range(5)))}))
+        found.append(one_step(NoiseScaleMeter(every_steps=1), network, [torch.randn(4, 9) for _ in range(8)]))
+    assert found[0] == found[1]

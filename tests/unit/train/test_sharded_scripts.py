@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from feature_scripts import ROWS, Train, adamw, square
 from features import FEATURES, Feature, Group, numbers_of, train_in_groups
+from numbers_job import numbers_job
 from ranks import on_ranks
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -17,7 +18,9 @@ from torch.utils.checkpoint import checkpoint
 from undula.errors import UsageError
 from undula.parallel.spec import ShardingSpec
 from undula.train.job import Job
+from undula.train.mixed_tensors import FIX, note_mixed_tensors
 from undula.train.run import Run
+from undula.train.single_process import SingleProcess
 from undula.train.step import Step
 
 Act = Callable[[nn.Module, Step], object]
@@ -59,6 +62,8 @@ class Script:
     began: Act = nothing
     in_batch: Act = nothing
     """Before the loss of a batch is computed."""
+    penalty: Callable[[Any], Any] = lambda model: 0.0
+    """Term of the loss, which is computed before the forward pass."""
     reduced: Act = nothing
     updated: Act = nothing
 
@@ -72,7 +77,7 @@ class Script:
             self.began(model, step)
             for batch in step.batches():
                 self.in_batch(model, step)
-                step.backward(square(model, batch))
+                step.backward(self.penalty(model) + square(model, batch))
             step.reduce()
             self.reduced(model, step)
             ends(step.index)
@@ -151,6 +156,14 @@ REFUSED: dict[str, tuple[Script, str]] = {
         Script(in_batch=lambda model, step: torch.autograd.grad(model(torch.ones(1, 1)).sum(), model.parameters())),
         "loss.backward() or torch.autograd.grad() was called in place of step.backward()",
     ),
+    "weights in the loss": (
+        Script(penalty=lambda model: model.blocks[0][0].weight.square().sum()),
+        "the loss of a batch is computed from shards of parameters",
+    ),
+    "whole weights in the loss": (
+        Script(penalty=lambda model: model.blocks[0][0].weight.full_tensor().square().sum()),
+        "the loss of a batch is computed from shards of parameters",
+    ),
     "a change of a gathered weight": (
         Script(in_batch=change_gathered),
         "changed the parameter Linear.weight while it was gathered",
@@ -198,3 +211,35 @@ def test_what_would_have_other_numbers_is_refused(tmp_path: Path, stage: int) ->
         for name, (_, sentence) in REFUSED.items():
             assert isinstance(found[name], str), name
             assert sentence in found[name], name
+
+
+def average_from_before(run: Run) -> None:
+    """Average the weights from copies of before run.model() on."""
+    module = Blocks()
+    copies = [parameter.detach().clone() for parameter in module.parameters()]
+    model = run.model(module)
+    with torch.no_grad():
+        for copy, parameter in zip(copies, model.parameters(), strict=True):
+            copy.lerp_(parameter, 0.1)
+
+
+def call_a_part(run: Run) -> None:
+    """Call a layer outside of the units in place of the model."""
+    model: Any = run.model(Blocks())
+    model.first(torch.ones(2, 1))
+
+
+@pytest.mark.parametrize("train", [average_from_before, call_a_part])
+def test_torchs_error_about_a_shard_and_a_whole_tensor_names_the_fix(
+    train: Callable[[Run], None], tmp_path: Path
+) -> None:
+    job = replace(numbers_job(tmp_path), sharding=ShardingSpec(3))
+    with pytest.raises(RuntimeError, match=r"mixed torch\.Tensor and DTensor") as caught:
+        SingleProcess(train, job, lambda message: None)()
+    assert caught.value.__notes__ == [FIX]
+
+
+def test_another_error_gets_no_note() -> None:
+    error = RuntimeError("mixed feelings")
+    note_mixed_tensors(error)
+    assert not hasattr(error, "__notes__")

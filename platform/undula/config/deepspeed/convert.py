@@ -7,6 +7,7 @@ from typing import Any
 from undula.config.deepspeed.reader import (
     BETAS,
     COUNT,
+    DEVICE,
     FLAG,
     FRACTION,
     NUMBER,
@@ -55,11 +56,12 @@ def convert(config: Mapping[str, Any], virtual_workers: int | None = None) -> Co
     compute = _precision(keys, stage or 0)
     rate = _optimizer(keys)
     _schedule(keys, batch, rate)
-    _gradient(keys, stage or 0)
+    _gradient(keys)
     if stage is not None:
         keys.settings["sharding.stage"] = stage, "zero_optimization.stage"
     if stage and compute:
         keys.settings["sharding.gather"] = "compute", f"{compute}.enabled: DeepSpeed gathers in 16 bits, too"
+    _offload(keys, stage or 0)
     _trackers(keys)
     keys.leave_out_rest()
     settings = sorted(keys.settings.items(), key=lambda item: _ORDER.index(item[0].split(".")[0]))
@@ -313,7 +315,7 @@ def _end_of_decay(keys: Keys, kind: str, batch: int | None, begin: float) -> Non
     keys.settings["schedule.final_fraction"] = final
 
 
-def _gradient(keys: Keys, stage: int) -> None:
+def _gradient(keys: Keys) -> None:
     """Convert what happens to the gradient."""
     norm = keys.read("gradient_clipping", NUMBER)
     if norm:
@@ -323,13 +325,51 @@ def _gradient(keys: Keys, stage: int) -> None:
             "gradient_clipping", keys.left_out.get("gradient_clipping", "0 clips nothing, which is the default")
         )
     sent = keys.read("communication_data_type", TEXT)
-    if sent in ("fp16", "bf16") and not stage:
+    if sent in ("fp16", "bf16"):
         keys.settings["gradient.compression"] = sent, "communication_data_type"
     elif sent is not None:
-        keys.leave_out(
-            "communication_data_type",
-            "gradients are sent in fp32, except by gradient.compression of a model that is not sharded",
+        keys.leave_out("communication_data_type", "gradients are sent in fp32, which is the default")
+
+
+def _offload(keys: Keys, stage: int) -> None:
+    """Convert what waits in host memory."""
+    zero = "zero_optimization"
+    optimizer, param = f"{zero}.offload_optimizer", f"{zero}.offload_param"
+    on_host = [section for section in (optimizer, param) if _is_on_host(keys, section, stage)]
+    if on_host:
+        names = " and ".join([on_host[0], *(section.removeprefix(f"{zero}.") for section in on_host[1:])])
+        keys.settings["sharding.offload"] = "all", names
+    if on_host == [optimizer]:
+        keys.differences[optimizer] = (
+            "the shards of the parameters wait in host memory, too, and are copied to the GPU whenever they are gathered"
         )
+    elif on_host == [param]:
+        keys.differences[param] = "the optimizer's state is in host memory, too, and the optimizer steps on the CPU"
+
+
+def _is_on_host(keys: Keys, section: str, stage: int) -> bool:
+    """Return whether DeepSpeed keeps in host memory what a section is about; if not, leave the section out."""
+    device = keys.read(f"{section}.device", DEVICE) or "none"
+    if device == "none":
+        reason = "nothing is offloaded unless its device is cpu, which is the default of Undula, too"
+    elif device == "nvme":
+        reason = (
+            "nothing is offloaded to disks; sharding.offload: all keeps parameters and optimizer states in host memory"
+        )
+    elif not stage:
+        reason = (
+            "only the shards of a sharded model can wait in host memory; set sharding.stage and sharding.offload: all"
+        )
+    elif section.endswith("param") and stage < 3:
+        reason = "DeepSpeed offloads parameters in stage 3 alone"
+    else:
+        if keys.read(f"{section}.pin_memory", FLAG) is False:
+            keys.leave_out(
+                f"{section}.pin_memory", "shards in host memory are always pinned, so that copies to the GPU are fast"
+            )
+        return True
+    keys.leave_out(section, reason)
+    return False
 
 
 def _trackers(keys: Keys) -> None:

@@ -9,7 +9,10 @@ _UNITS = "a unit is freed after its pass and gathered again for the next one; sh
 _SMALL = "small parameters are sharded and gathered like all others of their unit"
 _OVERLAPS = "when units are gathered and gradients are sent is fixed, without a setting"
 _QUANTIZED = "a sharded model sends parameters and gradients unquantized; sharding.gather: compute halves the bytes of parameters"
-_OFFLOADED = "parameters and optimizer states stay on the GPUs, each worker's part of them"
+_OFFLOADED = (
+    "set sharding.offload: all, which keeps each worker's shards of parameters and optimizer states in host memory"
+)
+_FROM_DISK = "shards in host memory are neither read from disks nor buffered"
 _LEDGER = "each step is in the ledger with its duration by part; `undula show RUN` prints it"
 _TENSORBOARD = "TensorBoard's files are always written, into the run directory"
 _SCALE_RULE = "the scale follows torch.amp.GradScaler"
@@ -45,8 +48,20 @@ REASONS: Mapping[str, str] = {
     "gradient_predivide_factor": "gradients are added up in fp32, in which sums do not overflow, unless gradient.compression is set",
     "sparse_gradients": "layers with sparse=True send sparse gradients by themselves; a sharded model cannot have them",
     "gradient_accumulation_dtype": "gradients are added up in the format of the parameters, which is fp32",
-    "zero_optimization.offload_optimizer": _OFFLOADED,
-    "zero_optimization.offload_param": _OFFLOADED,
+    "zero_optimization.offload_optimizer.ratio": "all of the optimizer's state is in host memory",
+    "zero_optimization.offload_optimizer.fast_init": "it is for optimizer states on disks",
+    **dict.fromkeys(
+        (
+            *("zero_optimization.offload_optimizer.nvme_path", "zero_optimization.offload_optimizer.buffer_count"),
+            *(
+                "zero_optimization.offload_optimizer.pipeline_read",
+                "zero_optimization.offload_optimizer.pipeline_write",
+            ),
+            *("zero_optimization.offload_param.nvme_path", "zero_optimization.offload_param.buffer_count"),
+            *("zero_optimization.offload_param.buffer_size", "zero_optimization.offload_param.max_in_cpu"),
+        ),
+        _FROM_DISK,
+    ),
     **dict.fromkeys(
         (
             *("zero_optimization.cpu_offload", "zero_optimization.cpu_offload_params"),
@@ -58,7 +73,7 @@ REASONS: Mapping[str, str] = {
         ),
         _OFFLOADED,
     ),
-    "zero_optimization.round_robin_gradients": "it speeds up copies of gradients to the CPU, which Undula does not make",
+    "zero_optimization.round_robin_gradients": "a worker copies its slice of the gradient to the CPU once a step, in any order",
     "zero_optimization.sub_group_size": "a worker updates its whole shard in one step of the optimizer",
     "zero_optimization.reduce_bucket_size": _BUCKETS,
     "zero_optimization.allgather_bucket_size": "parameters are gathered unit by unit, as sharding.units sets them",
@@ -107,7 +122,7 @@ REASONS: Mapping[str, str] = {
         "a model is always sharded over all workers",
     ),
     "zero_allow_untested_optimizer": "docs/sharding.md lists the optimizers that a sharded model accepts",
-    "zero_force_ds_cpu_optimizer": _OFFLOADED,
+    "zero_force_ds_cpu_optimizer": "with sharding.offload: all, torch's optimizer steps on the CPU",
     "activation_checkpointing": _RECOMPUTE,
     "activation_checkpointing.partition_activations": f"it needs tensor parallelism, and {_SPLIT}",
     "activation_checkpointing.cpu_checkpointing": "set activations.keep: none and activations.offload: true for it",

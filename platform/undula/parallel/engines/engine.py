@@ -10,6 +10,7 @@ from undula.errors import UsageError
 from undula.parallel.capabilities import DATA_PARALLEL, Capabilities, Feature, refusal
 from undula.parallel.collectives import broadcast_from_rank_0
 from undula.parallel.device_clock import Mark
+from undula.parallel.gradient_hooks import GradientHooks, ShowGradient
 from undula.parallel.layout import Layout
 from undula.parallel.norms import clip_gradients, gradient_norm
 from undula.parallel.parameters import features_of_model, parameters_of
@@ -50,6 +51,7 @@ class Engine:
         self._accumulate = accumulate
         self._accumulator = Accumulator(nn.Module())
         self._autocast: Autocast | None = None
+        self._gradient_hooks = GradientHooks()
 
     @property
     def trainable(self) -> list[nn.Parameter]:
@@ -106,6 +108,10 @@ class Engine:
                 raise UsageError(problem)
             self._attach(self.module)
         self._accumulator.open(work)
+
+    def watch_gradients(self, show: ShowGradient) -> None:
+        """Show a function each gradient of a micro-batch as its backward pass computes it, in this step and possibly in later ones."""
+        self._gradient_hooks.attach(self.trainable, show)
 
     def before_forward(self, is_last: bool) -> None:
         """Prepare the forward pass of a micro-batch. `is_last` is true for the last micro-batch of the step on this rank."""

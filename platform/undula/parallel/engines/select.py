@@ -44,7 +44,7 @@ def _engine_of(kind: EngineKind, layout: Layout, settings: EngineSettings) -> En
         case "sharded":
             from undula.parallel.engines.sharded import ShardedEngine
 
-            return ShardedEngine(layout, settings)
+            return ShardedEngine(layout, settings, compression)
         case "adasum":
             rows = _all_rows(layout, settings.engine)
             return Engine(

@@ -9,16 +9,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
 from undula.errors import UsageError
 from undula.parallel.capabilities import SHARDED
 from undula.parallel.collectives import broadcast_from_rank_0
 from undula.parallel.engines.engine import Engine
+from undula.parallel.gradient_hooks import ShowGradient
 from undula.parallel.layout import Layout
 from undula.parallel.materialize import is_on_meta, materialize, own_layers, problem_of_meta
 from undula.parallel.precision import dtype_of
-from undula.parallel.reduce.sharded import ShardedAccumulator
+from undula.parallel.reduce.sharded import PROBLEM_OF_SHARDS, ShardedAccumulator
 from undula.parallel.sharded_numbers import refuse_local_numbers
 from undula.parallel.sharding import problem_of_dtypes, problem_of_sharding, set_up_optimizer
 from undula.parallel.spec import EngineSettings
@@ -33,12 +34,14 @@ class ShardedEngine(Engine):
     Args:
         layout: Layout of the worker group.
         settings: Settings of the job.
+        sent_as: Dtype to which each sum of gradients is rounded, and in which gradients are sent; None for their own dtype.
     """
 
     capabilities = SHARDED
 
-    def __init__(self, layout: Layout, settings: EngineSettings):
-        super().__init__(layout, partial(ShardedAccumulator, layout=layout, virtual_workers=settings.virtual_workers))
+    def __init__(self, layout: Layout, settings: EngineSettings, sent_as: torch.dtype | None = None):
+        accumulate = partial(ShardedAccumulator, layout=layout, virtual_workers=settings.virtual_workers)
+        super().__init__(layout, partial(accumulate, sent_as=sent_as, offloads=settings.sharding.offload == "all"))
         self._sharding = settings.sharding
         self._compute = dtype_of(settings.compute)
         self._former: dict[str, weakref.ref[nn.Parameter]] = {}
@@ -57,8 +60,6 @@ class ShardedEngine(Engine):
                 raise UsageError(problem)
             self._shard(module)
         else:
-            module = module.to(self.layout.device)
-            broadcast_from_rank_0([*module.parameters(), *module.buffers()], self.layout.everyone)
             self._former = {name: weakref.ref(parameter) for name, parameter in module.named_parameters()}
             self._shard(module)
         for part in _parts(module):
@@ -86,25 +87,36 @@ class ShardedEngine(Engine):
         mesh = DeviceMesh.from_group(self.layout.shards, self.layout.device.type)
         # Outputs of units remain in 16 bits, so that the next unit need not convert them.
         policy = partial(MixedPrecisionPolicy, self._gathered_in, torch.float32 if self._gathered_in else None)
+        shard = partial(fully_shard, mesh=mesh, offload_policy=self._offload_policy)
         units = list(units_of(module, self._sharding.units).values())
         for unit in units:
-            self._make_real(unit, units)
-            fully_shard(unit, mesh=mesh, reshard_after_forward=self._sharding.stage == 3, mp_policy=policy())
+            self._place_whole(unit, units)
+            shard(unit, reshard_after_forward=self._sharding.stage == 3, mp_policy=policy())
         output = torch.float32 if self._gathered_in else None
-        self._make_real(module, units)
-        fully_shard(module, mesh=mesh, reshard_after_forward=False, mp_policy=policy(output_dtype=output))
+        self._place_whole(module, units)
+        shard(module, reshard_after_forward=False, mp_policy=policy(output_dtype=output))
 
-    def _make_real(self, module: nn.Module, units: Sequence[nn.Module]) -> None:
-        """Draw the weights of a module, without those of units inside it, if it is on the meta device."""
+    def _place_whole(self, module: nn.Module, units: Sequence[nn.Module]) -> None:
+        """Put a module, without units inside it, on the device, with the values of rank 0. On the meta device, its weights are drawn.
+
+        One unit after another is whole on the device, so that a model can be larger than the memory of a GPU.
+        """
         layers = list(own_layers(module, units))
         if any(is_on_meta(layer) for layer in layers):
             materialize(layers, self.layout.device)
-            tensors = [
-                tensor
-                for layer in layers
-                for tensor in (*layer.parameters(recurse=False), *layer.buffers(recurse=False))
-            ]
-            broadcast_from_rank_0(tensors, self.layout.everyone)
+        tensors = [
+            tensor for layer in layers for tensor in (*layer.parameters(recurse=False), *layer.buffers(recurse=False))
+        ]
+        for tensor in tensors:
+            tensor.data = tensor.to(self.layout.device)
+        broadcast_from_rank_0(tensors, self.layout.everyone)
+
+    @property
+    def _offload_policy(self) -> OffloadPolicy:
+        """Policy of torch for where the shards wait. Only memory of an accelerator is copied faster from pinned memory."""
+        if self._sharding.offload == "none":
+            return OffloadPolicy()
+        return CPUOffloadPolicy(pin_memory=self.layout.device.type != "cpu")
 
     @property
     def _gathered_in(self) -> torch.dtype | None:
@@ -137,12 +149,18 @@ class ShardedEngine(Engine):
             if shard.device.type != self.layout.device.type:
                 raise UsageError(
                     f"run.model() got a module whose parameter {name!r} is on {shard.device.type}, and the worker trains on "
-                    f"{self.layout.device.type}; call fully_shard() without offload_policy"
+                    f"{self.layout.device.type}; call fully_shard() without offload_policy, or leave the sharding to sharding.stage and "
+                    "sharding.offload"
                 )
         if self._sharding.gather == "compute":
             raise UsageError(
                 "sharding.gather=compute has no effect on a module that the script has sharded; pass mp_policy to fully_shard(), or leave "
                 "the sharding to sharding.stage"
+            )
+        if self._sharding.offload == "all":
+            raise UsageError(
+                "sharding.offload=all has no effect on a module that the script has sharded; leave the sharding to sharding.stage, or "
+                "remove sharding.offload"
             )
         if _has_equal_shards(shards, self.layout):
             raise UsageError(
@@ -161,7 +179,8 @@ class ShardedEngine(Engine):
             UsageError: It has other parameters, or its results on shards may be others than on whole parameters.
         """
         is_chosen = self._sharding.stage > 0
-        is_known = set_up_optimizer(optimizer, self.parameters, self.layout.device, is_chosen)
+        device = next((each.device for each in self.parameters), self.layout.device)
+        is_known = set_up_optimizer(optimizer, self.parameters, device, is_chosen)
         # Norms in float64 depend on the split.
         self.has_same_bits = is_known and not any(each.dtype == torch.float64 for each in self.parameters)
         super().prepare(model, optimizer)
@@ -178,11 +197,16 @@ class ShardedEngine(Engine):
         units = units_of(self.module, self._sharding.units) if self.trainable is not before else {}
         if units and (problem := problem_of_dtypes(self.module, units, "a sharded model")):
             raise UsageError(problem)
-        if any(parameter._backward_hooks for parameter in self.trainable):
+        own_hooks = 1  # the accumulator's
+        if any(len(parameter._backward_hooks or ()) > own_hooks for parameter in self.trainable):
             raise UsageError(
                 "a parameter of a sharded model has a hook of register_hook(), which torch does not call, because gradients are those "
                 "of whole parameters; remove it, and change gradients between step.reduce() and step.update()"
             )
+
+    def watch_gradients(self, show: ShowGradient) -> None:
+        assert isinstance(self._accumulator, ShardedAccumulator)
+        self._accumulator.show = show
 
     def before_forward(self, is_last: bool) -> None:
         """Keep the parameters gathered from one micro-batch to the next, if no worker has more to come and the stage allows it."""
@@ -192,6 +216,8 @@ class ShardedEngine(Engine):
                 part.set_reshard_after_backward(is_last, recurse=False)
 
     def backward(self, loss: Tensor, weight: float, micro_batch: MicroBatch, is_last: bool) -> None:
+        if is_sharded_tensor(loss):
+            raise UsageError(PROBLEM_OF_SHARDS)
         super().backward(loss, weight, micro_batch, is_last)
         assert isinstance(self._accumulator, ShardedAccumulator)
         self._accumulator.after_backward()

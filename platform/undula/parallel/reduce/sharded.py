@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from typing import NoReturn
 
 import torch
 import torch.distributed as dist
@@ -12,6 +13,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
 from undula.errors import UsageError
+from undula.parallel.gradient_hooks import ShowGradient
 from undula.parallel.layout import Layout
 from undula.parallel.reduce.accumulator import Accumulator
 from undula.parallel.reduce.unit_sum import InterleavedUnitSum, UnitSum
@@ -19,6 +21,10 @@ from undula.plan.plan import MicroBatch
 
 Place = tuple[nn.Module, str, nn.Parameter]
 """Layer, name in the layer, and sharded parameter, in whose place the layer has a whole one while it is gathered."""
+PROBLEM_OF_SHARDS = (
+    "the loss of a batch is computed from shards of parameters, whose gradients torch's fully_shard does not reduce; compute such a term "
+    "in forward() of the module that has the parameters, give the optimizer a weight_decay, or set sharding.stage=0"
+)
 
 
 @dataclass
@@ -49,10 +55,21 @@ class ShardedAccumulator(Accumulator):
         module: Module that `fully_shard` has sharded, with its parameters in shards.
         layout: Layout of the worker group.
         virtual_workers: Number of virtual workers of the plan.
+        sent_as: Dtype to which each sum is rounded, and in which gradients are sent; None for their own dtype.
+        offloads: Whether the shards are in host memory, and what is gathered of them on the device of the layout.
     """
 
-    def __init__(self, module: nn.Module, layout: Layout, virtual_workers: int):
+    def __init__(
+        self,
+        module: nn.Module,
+        layout: Layout,
+        virtual_workers: int,
+        sent_as: torch.dtype | None = None,
+        offloads: bool = False,
+    ):
         super().__init__(module)
+        self.show: ShowGradient | None = None
+        """Function that gets each gradient of a micro-batch, before it is reduced; None for none."""
         self._layout = layout
         self._shares = layout.assignment(virtual_workers)
         self._present: set[nn.Parameter] = set()
@@ -63,8 +80,13 @@ class ShardedAccumulator(Accumulator):
         self._all = list(module.parameters())
         """All sharded parameters. Torch can set zeros as the gradient also of one that no longer requires a gradient."""
         make = InterleavedUnitSum if layout.interleaves and layout.num_cells > 1 else UnitSum
-        self._units = [Unit(part, places, make(layout, virtual_workers)) for part, places in _units_of(module)]
-        self._hooks: list[RemovableHandle] = []
+        self._units = [
+            Unit(part, places, make(layout, virtual_workers, sent_as, offloads)) for part, places in _units_of(module)
+        ]
+        self._hooks: list[RemovableHandle] = [
+            parameter.register_hook(_refuse)  # type: ignore[no-untyped-call]
+            for parameter in self.parameters
+        ]
         self._whole: dict[Tensor, tuple[nn.Parameter, int]] = {}
         """Sharded parameter of each whole one, and the number of changes that torch has counted of the whole one."""
         for unit in self._units:
@@ -145,8 +167,8 @@ class ShardedAccumulator(Accumulator):
             total = unit.sum.total()
             for _, _, parameter in unit.places:
                 if total is not None and parameter in present:
-                    shard = unit.views[parameter](total.to(parameter.dtype))
-                    parameter.grad = _like(parameter, shard)
+                    total = total.to(parameter.dtype)  # that of all parameters of the unit
+                    parameter.grad = _like(parameter, unit.views[parameter](total))
 
     def _place(self, micro_batch: MicroBatch) -> int:
         """Return the place of a micro-batch's virtual worker among those of its rank."""
@@ -180,6 +202,9 @@ class ShardedAccumulator(Accumulator):
         self._computed_now.add(parameter)
         if self._counts:
             self._present.add(parameter)
+            if self.show:
+                assert whole.grad is not None
+                self.show(parameter, whole.grad)
 
     def _present_anywhere(self) -> set[nn.Parameter]:
         """Return the parameters of which any rank has a gradient."""
@@ -189,6 +214,15 @@ class ShardedAccumulator(Accumulator):
         flags = torch.tensor(own, dtype=torch.uint8, device="cpu")
         dist.all_reduce(flags, dist.ReduceOp.MAX, group=self._layout.control)
         return {parameter for parameter, flag in zip(self.parameters, flags.tolist(), strict=True) if flag}
+
+
+def _refuse(gradient: Tensor) -> NoReturn:
+    """Refuse a gradient of a shard itself, beside which that of the whole parameter would be lost.
+
+    Raises:
+        UsageError: Always.
+    """
+    raise UsageError(PROBLEM_OF_SHARDS)
 
 
 def _units_of(module: nn.Module) -> Iterator[tuple[FSDPModule, list[Place]]]:
@@ -219,8 +253,13 @@ def _view(flat: Tensor, place: tuple[Sequence[int], Sequence[int], int]) -> Tens
 
 
 def _like(parameter: nn.Parameter, shard: Tensor) -> Tensor:
-    """Return a shard of a tensor that is distributed as a parameter is."""
+    """Return a shard of a tensor that is distributed as a parameter is, on the device of the parameter's shard."""
     assert isinstance(parameter, DTensor)
+    if parameter.device.type != parameter.device_mesh.device_type:  # to which from_local would move the shard
+        copied = torch.empty_like(parameter, requires_grad=False)
+        assert isinstance(copied, DTensor)
+        copied.to_local().copy_(shard)
+        return copied
     return DTensor.from_local(
         shard,
         parameter.device_mesh,

@@ -26,9 +26,14 @@ class UnitSum:
     Args:
         layout: Layout of the worker group.
         virtual_workers: Number of virtual workers of the plan.
+        sent_as: Dtype to which each leaf and each sum of leaves is rounded, and in which slices are sent; None for their own dtype.
+        offloads: Whether torch moves its sum to host memory, where the shards of the parameters are.
     """
 
-    def __init__(self, layout: Layout, virtual_workers: int):
+    def __init__(
+        self, layout: Layout, virtual_workers: int, sent_as: torch.dtype | None = None, offloads: bool = False
+    ):
+        self._sent_as, self._offloads = sent_as, offloads
         self._all = (0, virtual_workers)
         self._layout = layout
         self._shares = layout.assignment(virtual_workers)
@@ -40,7 +45,7 @@ class UnitSum:
         self._leaf: Tensor | None = None
         self._zeros: Tensor | None = None
         """Zeros of the shape of what is folded; None if the unit has not run in this step."""
-        self._counts = self._is_last = self._is_open = False
+        self._counts = self._is_last = self._is_open = self._has_input = False
 
     def begin_pass(self, counts: bool, is_last: bool) -> None:
         """Prepare a backward pass.
@@ -50,12 +55,19 @@ class UnitSum:
             is_last: Whether it is the last pass in which the ranks run their present virtual workers.
         """
         self._counts, self._is_last, self._is_open = counts, is_last, True
+        self._has_input = False
 
     def end_pass(self) -> None:
         self._is_open = False
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        return torch.empty(*size, dtype=dtype, device=device)
+        """Return memory for the flat gradient, or, at every second call, for the sum that torch expects.
+
+        Torch moves each parameter's view of its sum to host memory if shards are there. A view of memory on the host stays the view that
+        it is, so that nothing is copied, and so that it still says where the parameter is in the sum.
+        """
+        is_sum, self._has_input = self._has_input, not self._has_input
+        return torch.empty(*size, dtype=dtype, device="cpu" if is_sum and self._offloads else device)
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: object, op: object, async_op: bool = False
@@ -84,8 +96,17 @@ class UnitSum:
             )
 
     def _take(self, flat: Tensor) -> None:
-        self._zeros = flat.new_zeros(()).expand_as(flat)
+        self._zeros = self._zeros_like(flat, len(flat))
         self._add_to_leaf(flat)
+
+    def _zeros_like(self, flat: Tensor, length: int) -> Tensor:
+        return flat.new_zeros((), dtype=self._sent_as).expand(length)
+
+    def _rounded(self, leaf: Tensor | None) -> Tensor | None:
+        if leaf is None or self._sent_as is None:
+            return leaf
+        _keep_for_stream(leaf)
+        return leaf.to(self._sent_as)
 
     def _add_to_leaf(self, flat: Tensor) -> None:
         if self._counts:
@@ -95,7 +116,7 @@ class UnitSum:
         """End the leaves of the ranks' virtual workers number `place`. Those without samples are zero."""
         own = self._shares[self._layout.cell]
         if place < len(own):
-            self._fold.push(own[place], self._leaf)
+            self._fold.push(own[place], self._rounded(self._leaf))
         self._leaf = None
 
     def total(self) -> Tensor | None:
@@ -128,16 +149,21 @@ class InterleavedUnitSum(UnitSum):
         self._passes = 0
         self._owes: Tensor | None = None
         """Zeros of the shape of the flat gradient, if the unit has run since the ranks last sent slices of it."""
+        self._has_begun = False
+        """Whether a backward pass of the open leaves has begun."""
+        self._adds = False
+        """Whether the open leaves are sums over several backward passes."""
 
     def begin_pass(self, counts: bool, is_last: bool) -> None:
         if self._passes:
             self._passes_of_unit = max(self._passes, self._passes_of_unit or 0)
         self._passes = 0
+        self._adds, self._has_begun = self._has_begun, True
         super().begin_pass(counts, is_last)
 
     def _take(self, flat: Tensor) -> None:
-        self._zeros = flat.new_zeros(()).expand(len(flat) // self._layout.num_cells)
-        self._owes = flat.new_zeros(()).expand_as(flat)
+        self._zeros = self._zeros_like(flat, len(flat) // self._layout.num_cells)
+        self._owes = self._zeros_like(flat, len(flat))
         self._add_to_leaf(flat)
         self._passes += 1
         if not self._is_last:
@@ -147,15 +173,19 @@ class InterleavedUnitSum(UnitSum):
                 "a backward pass came to a unit of the sharded model more often than in the passes before; name units that run equally "
                 "often in each batch in sharding.units, or set sharding.stage=1"
             )
-        self._send(self._owes)
-        if self._passes == self._passes_of_unit:
+        is_complete = self._passes == self._passes_of_unit
+        # Only one of the times that a backward pass comes here has a gradient, but a sum over several passes must be rounded once.
+        if is_complete or not (self._adds and self._sent_as):
+            self._send(self._owes)
+        if is_complete:
             self._fold_received(self._place)
 
     def _send(self, zeros: Tensor) -> None:
         """Send each other rank its slice of this rank's leaf, and add the slices that they send to the open leaves."""
         leaf, self._leaf, self._owes = self._leaf, None, None
         counts = [int(self._place < len(share)) for share in self._shares]
-        own = [zeros.contiguous() if leaf is None else leaf] if counts[self._layout.cell] else []
+        rounded = self._rounded(leaf)
+        own = [zeros.contiguous() if rounded is None else rounded] if counts[self._layout.cell] else []
         received = torch.stack(exchanged(own, counts, zeros, self._layout.shards))
         _keep_for_stream(leaf)
         self._received = _summed(self._received, received)
@@ -165,6 +195,7 @@ class InterleavedUnitSum(UnitSum):
             if self._owes is not None:  # the unit has run, but not in the last pass
                 self._send(self._owes)
             self._fold_received(place)
+        self._has_begun = False
 
     def _fold_received(self, place: int) -> None:
         here = [share[place] for share in self._shares if place < len(share)]

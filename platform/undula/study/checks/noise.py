@@ -1,6 +1,7 @@
 """Checks of the estimator of the gradient noise scale: its formulas, its averages, and the norms that it measures during training."""
 
 from collections.abc import Iterator
+from functools import partial
 from math import sqrt
 
 import numpy as np
@@ -71,7 +72,7 @@ def _measured() -> float:
     Therefore |G|^2 = (2 * 4 - 5) / 1 and tr(Sigma) = 16 (5 - 4) / 1, in the formulas of `StepNorms.estimates`.
     """
     weights, meter, samples = nn.Parameter(torch.zeros(2, dtype=torch.float64)), NoiseScaleMeter(every_steps=1), 16
-    meter.begin_step(0, 1, [weights])
+    meter.begin_step(0, 1, lambda show: weights.register_hook(partial(show, "the weights")))  # type: ignore[no-untyped-call]
     for gradient in ((3.0, 0.0), (1.0, 0.0)):
         meter.begin_backward()
         (weights @ torch.tensor(gradient, dtype=torch.float64) * 8 / samples).backward()  # type: ignore[no-untyped-call]

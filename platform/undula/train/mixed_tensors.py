@@ -1,0 +1,12 @@
+"""Torch's error about a shard of a parameter and a whole tensor in one operation, and what the script can do about it."""
+
+FIX = (
+    "the script has computed with a shard of a parameter and a whole tensor: in a sharded model, call the module that run.model() returns "
+    "instead of a part of it, and make averages and other copies of weights after run.model(), or set sharding.stage=0"
+)
+
+
+def note_mixed_tensors(error: BaseException) -> None:
+    """Add a note to torch's error. It does nothing to other errors."""
+    if isinstance(error, RuntimeError) and "mixed torch.Tensor and DTensor" in str(error):
+        error.add_note(FIX)
