@@ -15,7 +15,8 @@ from undula.errors import SpecError
 from undula.parallel.spec import ActivationsSpec
 from undula.plan.candidates import ASSUMED_LINK, rates_of
 from undula.plan.gpus import CONTEXT_BYTES, ESTIMATE_ERROR, MARGIN, known_gpu
-from undula.plan.memory import PassCount, StateCount, division_of, moments, peak
+from undula.plan.memory import Division, PassCount, StateCount, division_of
+from undula.plan.step_memory import moments, peak
 from undula.plan.step_time import step_seconds
 from undula.state.events import EstimateEvent
 from undula.train.dry_run.counting import Count, Setting
@@ -71,7 +72,7 @@ def _estimate(spec: JobSpec, script: ScriptFile, job: Job, result: Callable[[], 
     if known:
         rates = rates_of(known, own.compute)
         for workers in _sizes(spec):
-            division = division_of(spec.plan, own.samples, workers, wire_of(spec))
+            division = _division(spec, own.samples, workers)
             step = step_seconds(counted.state, counted.passes[own], division, rates, ASSUMED_LINK)
             times[str(workers)] = step.total
     name = known.title if known else gpu.kind or "the GPU"
@@ -87,8 +88,12 @@ def _sizes(spec: JobSpec) -> list[int]:
 
 def _most_bytes(state: StateCount, passes: PassCount, spec: JobSpec) -> float:
     """Return the most memory that tensors take in a step with any number of workers."""
-    divisions = (division_of(spec.plan, passes.samples, workers, wire_of(spec)) for workers in _sizes(spec))
+    divisions = (_division(spec, passes.samples, workers) for workers in _sizes(spec))
     return max(peak(moments(state, passes, division)).total for division in divisions)
+
+
+def _division(spec: JobSpec, samples: int, workers: int) -> Division:
+    return division_of(spec.plan, samples, workers, wire_of(spec), spec.sharding.stage)
 
 
 def _needed(allocated: float) -> float:

@@ -123,7 +123,9 @@ def plan_job(
     if measured:
         _check_cpus(measured, spec)
     own, kinds = setting_of(spec), [*_kinds(counted)]
-    workload = Workload(counted.state, kinds, spec.plan, counted.steps, wire_of(spec), counted.tokens)
+    workload = Workload(
+        counted.state, kinds, spec.plan, counted.steps, wire_of(spec), spec.sharding.stage, counted.tokens
+    )
     found = candidates(workload, offers, sensible, Link(*link), changes_per_hour, partial(_rates, measured))
     able = (each for each in found if not measured or _is_measured(each, measured))
     return Planned(own, counted, tuple(each for each in able if each.setting == own or _is_sensible(each)))
@@ -168,7 +170,7 @@ def expected_rates(
             virtual_workers=spec.plan.virtual_workers * factor,
             global_batch=spec.plan.global_batch * factor,
         )
-        division = division_of(plan, own.samples, workers, wire_of(spec))
+        division = division_of(plan, own.samples, workers, wire_of(spec), spec.sharding.stage)
         link = measured.link or Link(0.0, math.inf)
         step = step_seconds(counted.state, counted.passes[own], division, measured.of(own.compute, workers), link)
         found[workers] = plan.global_batch / step.total

@@ -44,6 +44,7 @@ from undula.train.dry_run.counting import Setting
 
 MEMORY = {
     "parameters": ("parameters", ("#1f5fae", "#6ea8ec")),
+    "gathered": ("gathered parameters", ("#3a8fd0", "#9cc8f2")),
     "optimizer": ("optimizer", ("#6a45a8", "#b797ec")),
     "gradients": ("gradients", ("#b8500f", "#f2a35e")),
     "activations": ("activations", ("#0c756c", "#4fc3b5")),
@@ -55,7 +56,7 @@ MEMORY = {
 """Parts of the memory with their labels and their colours on a light and on a dark page."""
 SECONDS = {
     "compute": ("computation", ("#2b6cb8", "#5a97dc")),
-    "communication": ("exchange of gradients", ("#8a63c4", "#a582dc")),
+    "communication": ("exchange between workers", ("#8a63c4", "#a582dc")),
     "update": ("update", ("#0c756c", "#4fc3b5")),
     "data": ("waiting for data", ("#cf8a1d", "#dda449")),
 }
