@@ -12,7 +12,6 @@ from undula.driver.plan_model import count_text
 from undula.driver.plan_reasons import name_of, price_text, reasons, setting_text
 from undula.driver.plan_table import (
     COLUMNS,
-    NONE_FITS,
     by_gpu,
     cells_of,
     gib_text,
@@ -22,6 +21,7 @@ from undula.driver.plan_table import (
     seconds_text,
     sentences,
     shown_of,
+    text_of_none,
 )
 from undula.plan.candidates import (
     LAUNCH_S,
@@ -128,7 +128,7 @@ def render_plan(
         "facts": ["plan", *(note.removesuffix(".") for note in notes or [_job_text(planned)])],
         "assumptions": _assumptions(conditions),
         "tiles": _tiles(planned, choice),
-        "reasons": [*reasons(found, target, choice)] or [("", NONE_FITS)],
+        "reasons": [*reasons(found, target, choice)] or [("", text_of_none(planned.higher))],
         "missed": target is not None and choice is None,
         "sentences": [*sentences(found, planned.own, planned.counted.is_fake)],
         "head": ["", *COLUMNS[1:6], "tokens/s" if planned.counted.tokens else "samples/s", *COLUMNS[7:]],

@@ -94,10 +94,11 @@ def _slices(virtual_workers: int, ranks: int, rank: int, stage: int, micro_batch
             )
             first, last = turn == 0 and is_new, turn == turns - 1 and ends
             yield ShardedPass(sums, first, last)
-            if turn == 0 and ends:
+            # With several micro-batches, the first one has shown how often units run.
+            if turn == 0 and micro_batches == 1:
                 late = received - after
                 yield ShardedPass(PassSums(sums.before, received, 2 * received), first, last, begins_run=True)
-            elif turn == 1 and is_new:
+            elif turn == 1 and late:
                 waiting = PassSums(sums.before, sums.after, taken, late, sums.keeps_flat)
                 yield ShardedPass(waiting, first, last, begins_run=True)
 

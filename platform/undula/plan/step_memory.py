@@ -50,6 +50,7 @@ def _moments_of_sharded(
 
 def _each_moment(rank: int, state: StateCount, passes: PassCount, division: Division) -> Iterator[tuple[str, Parts]]:
     """Yield the moments of a rank's step with their memory, without that of the batch."""
+    assert passes.marks, "the model was counted as one that is not sharded"
     ranks, own = division.world_size, state.of_rank(division.world_size)
     states = Parts(own.parameter_bytes, own.buffer_bytes, own.other_bytes, own.optimizer_bytes)
 
