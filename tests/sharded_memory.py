@@ -22,6 +22,8 @@ from undula.parallel.precision import dtype_of
 from undula.parallel.spec import ActivationsSpec, ShardingSpec
 from undula.plan.plan import Plan, PlanSpec
 from undula.plan.precision import Compute
+from undula.recovery.live_state import LiveState
+from undula.recovery.snapshot import aligned_bytes
 
 STEPS = 4
 RELEASE_S = 0.003
@@ -63,6 +65,8 @@ class Measured:
     """Most memory of the model and its steps, by step."""
     sent: tuple[int, ...]
     """What the rank sent to others, by step."""
+    snapshot: int
+    """What a snapshot copies."""
 
 
 def measured(rank: int, world_size: int, case: Sharded) -> Measured:
@@ -108,11 +112,13 @@ def measured(rank: int, world_size: int, case: Sharded) -> Measured:
         del batch, loss
         gc.collect()
         held = held_by(module, optimizer)
+        pieces = LiveState(module, optimizer).held().pieces
         with torch.no_grad():
             train.loss(module, torch.utils.data.default_collate([data[0]]))  # type: ignore[index]
         engine.reshard()
         after = held_by(module, optimizer)
-    return Measured(held, after, tuple(peaks), tuple(bytes_sent))
+    snapshot = sum(aligned_bytes(piece.tensor) for piece in pieces.values())
+    return Measured(held, after, tuple(peaks), tuple(bytes_sent), snapshot)
 
 
 def held_by(module: nn.Module, optimizer: torch.optim.Optimizer) -> int:

@@ -13,6 +13,7 @@ from torch import nn
 from undula.data.script.dataset import script_data
 from undula.errors import UsageError
 from undula.parallel.spec import ActivationsSpec, ShardingSpec
+from undula.plan.host_memory import NO_DATA, HostLoad
 from undula.plan.memory import Division, PassCount, StateCount, division_of
 from undula.plan.precision import PrecisionSpec
 from undula.plan.step_memory import BEGINNING, moments, sent_bytes
@@ -62,6 +63,8 @@ def test_what_a_rank_holds_and_sends_is_known_in_advance(tmp_path: Path, case: S
     # On a busy machine, a thread of gloo can free a tensor late, so that a step holds more than the others.
     assert later == pytest.approx(max(min(each.peaks[1:]) for each in ranks), rel=0.07)
     assert first == pytest.approx(min(each.peaks[0] for each in ranks), rel=0.07)
+    load = HostLoad(state.snapshot_bytes, 0, 0, NO_DATA, case.virtual_workers, split_bytes=state.split_bytes)
+    assert load.worker_bytes(RANKS) == pytest.approx(ranks[0].snapshot, rel=0.01)
     for rank, real in enumerate(ranks):
         assert sent_bytes(state, passes, division, rank).total == pytest.approx(real.sent[1], rel=0.01)
 
