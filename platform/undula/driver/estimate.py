@@ -1,5 +1,6 @@
 """Estimate of what a worker needs on the GPUs of a cluster, made before any worker starts there."""
 
+from bisect import bisect_left
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -67,7 +68,7 @@ def _estimate(spec: JobSpec, script: ScriptFile, job: Job, result: Callable[[], 
     surely = _most_bytes(replace(counted.state, other_bytes=0), counted.passes[own], spec)
     is_too_much = surely * (1 - ESTIMATE_ERROR) + CONTEXT_BYTES > gpu.memory_bytes
     if is_too_much and not counted.may_need_less and not spec.activations.offload:
-        raise SpecError(_refusal(spec, script, job, allocated, gpu))
+        raise SpecError(_refusal(spec, script, job, counted, gpu))
     known, times = known_gpu(gpu.kind, gpu.memory_bytes), {}
     if known:
         rates = rates_of(known, own.compute)
@@ -100,10 +101,27 @@ def _needed(allocated: float) -> float:
     return allocated * (1 + MARGIN) + CONTEXT_BYTES
 
 
-def _refusal(spec: JobSpec, script: ScriptFile, job: Job, allocated: float, gpu: NodeGpu) -> str:
+def _more_workers(spec: JobSpec, counted: Count, gpu: NodeGpu) -> tuple[int, float] | None:
+    """Return the fewest workers among which a sharded model fits, and what each of them needs; None if it fits with no number of them."""
+    passes = counted.passes[setting_of(spec)]
+
+    def needed(workers: int) -> float:
+        fewest = replace(spec, workers=replace(spec.workers, min=workers))
+        return _needed(_most_bytes(counted.state, passes, fewest))
+
+    more = range(spec.workers.min + 1, _sizes(spec)[-1] + 1) if spec.sharding.stage else range(0)
+    place = bisect_left(more, True, key=lambda workers: needed(workers) <= gpu.memory_bytes)
+    return (more[place], needed(more[place])) if place < len(more) else None
+
+
+def _refusal(spec: JobSpec, script: ScriptFile, job: Job, own_count: Count, gpu: NodeGpu) -> str:
+    allocated = _most_bytes(own_count.state, own_count.passes[setting_of(spec)], spec)
     needs, has = (f"{size / 2**30:.1f} GiB" for size in (_needed(allocated), gpu.memory_bytes))
     text = f"a step needs about {needs} of GPU memory, but the cluster's {gpu.kind or 'smallest GPU'} has {has}"
     anyway = "or workers.check_memory=false to train without this check"
+    if more := _more_workers(spec, own_count, gpu):
+        workers, needed = more
+        return f"{text} with workers.min={spec.workers.min}; set workers.min={workers}, which needs {needed / 2**30:.1f} GiB, {anyway}"
     own = setting_of(spec)
     policies = dict.fromkeys([own.activations, *(ActivationsSpec(keep=keep) for keep in KEEPS)])
     sizes = [size for size in sizes_of(spec) if size <= own.samples]
@@ -119,7 +137,9 @@ def _refusal(spec: JobSpec, script: ScriptFile, job: Job, allocated: float, gpu:
         for changes in [overrides_of(setting, own)]
     ]
     if not fitting:
-        return f"{text}, and neither activations.keep nor plan.micro_batch helps enough; use GPUs with more memory, {anyway}"
+        stage = spec.sharding.stage
+        sharding = "" if stage == 3 or spec.workers.max == 1 else f"set sharding.stage={stage + 1} or higher, "
+        return f"{text}, and neither activations.keep nor plan.micro_batch helps enough; {sharding}use GPUs with more memory, {anyway}"
     # The nearest setting by its changes, its operations, and last the size of its micro-batch.
     *_, changes, needed = min(fitting)
     return f"{text}; set {changes}, which needs {needed / 2**30:.1f} GiB, {anyway}"
