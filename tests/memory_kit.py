@@ -4,7 +4,8 @@ from collections.abc import Callable
 
 import torch
 
-from undula.plan.memory import Division, moments, peak
+from undula.plan.memory import Division
+from undula.plan.step_memory import moments, peak
 from undula.train.dry_run.count import count
 from undula.train.dry_run.counting import Count, Setting
 from undula.train.dry_run.storages import LiveStorages

@@ -119,6 +119,37 @@ class Decoder(nn.Module):
         return self.head(self.blocks(self.words(words)))  # type: ignore[no-any-return]
 
 
+class OddBlock(nn.Module):
+    """Block without attention, whose tensors have odd numbers of rows."""
+
+    def __init__(self, width: int):
+        super().__init__()
+        self.norm, self.scale = nn.LayerNorm(width), nn.Parameter(torch.ones(1, width))
+        self.wide, self.narrow = nn.Linear(width, 4 * width + 1), nn.Linear(4 * width + 1, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.scale * self.narrow(F.gelu(self.wide(self.norm(x))))  # type: ignore[no-any-return]
+
+
+class Odd(nn.Module):
+    """Language model of odd sizes, whose head has the weights of the embedding, with a buffer and a frozen layer."""
+
+    def __init__(self, width: int = 151):
+        super().__init__()
+        self.words = nn.Embedding(WORDS + 1, width)
+        self.register_buffer("places", torch.randn(LENGTH, width))
+        self.blocks = nn.ModuleList(OddBlock(width) for _ in range(3))
+        self.frozen = nn.Linear(width, width).requires_grad_(False)
+        self.head = nn.Linear(width, WORDS + 1, bias=False)
+        self.head.weight = self.words.weight
+
+    def forward(self, words: Tensor) -> Tensor:
+        x = self.words(words) + self.places[: words.shape[1]]
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.frozen(x))  # type: ignore[no-any-return]
+
+
 class Experts(nn.Module):
     """Mixture of experts, each of which computes the words that are routed to it."""
 
@@ -242,3 +273,8 @@ MODELS: dict[str, Trained] = {
     "Hugging Face's decoder with a cache": Trained(lambda: HuggingFaces(True), next_word),  # type: ignore[arg-type]
     "masked pixels": Trained(Masked, classified, Images, is_real=True),  # type: ignore[arg-type]
 }
+SHARDED: dict[str, Trained] = {
+    "a wide GPT": Trained(lambda: GPT(GPTConfig(layers=3, width=192, context=LENGTH)), next_byte),  # type: ignore[arg-type]
+    "a tied model of odd sizes": Trained(Odd, next_word),  # type: ignore[arg-type]
+}
+"""Models whose parameters take more memory than the activations of a sample."""

@@ -81,7 +81,7 @@ ALLOWED: Mapping[str, Mapping[str, str]] = {
         "torch._inductor": "parallel.compile",
         "torch.distributed.distributed_c10d._abort_process_group": "elastic.ray.backend",
         "torch.distributed.distributed_c10d._world": "elastic.ray.actor parallel.collectives",
-        "torch._subclasses": "train.dry_run.counting train.dry_run.storages",
+        "torch._subclasses": "train.dry_run.counting train.dry_run.fakes train.dry_run.storages",
         "torch.nn.modules.batchnorm._BatchNorm": "parallel.batch_norm",
         "torch.ops.aten._safe_softmax": "train.dry_run.storages",
         "torch.ops.aten._cudnn_rnn": "train.dry_run.storages",
@@ -90,9 +90,9 @@ ALLOWED: Mapping[str, Mapping[str, str]] = {
         "torch.ops.aten._scaled_dot_product_flash_attention_for_cpu": "train.dry_run.storages",
         "torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward": "train.dry_run.storages",
         "torch.ops.aten._local_scalar_dense": "parallel.sharded_numbers train.dry_run.storages",
-        "torch.utils._python_dispatch": "parallel.selective train.dry_run.count train.dry_run.counting train.dry_run.storages",
+        "torch.utils._python_dispatch": "parallel.selective train.dry_run.count train.dry_run.fakes train.dry_run.storages",
         "torch.utils._pytree": "adapters.gathered adapters.lightning.fit adapters.transformers.trainer parallel.precision "
-        "parallel.recompute parallel.selective train.dry_run.storages train.open_gradients",
+        "parallel.recompute parallel.selective train.dry_run.storages train.dry_run.unit_marks train.open_gradients",
     },
     "transformers 5.24": {
         "_clip_grad_norm": "adapters.refusals",

@@ -51,6 +51,21 @@ def test_a_model_is_planned_by_its_size_alone() -> None:
     assert set(fast) == {"fp16"}, "a T4 computes in bf16 no faster than in fp32"
 
 
+def test_a_sharded_model_is_planned_with_what_each_worker_holds() -> None:
+    sharded, whole = (
+        json.loads(plan_size("--gpu", "L4", "--global-batch", "32", "--json", *more).stdout)
+        for more in (["sharding.stage=3"], [])
+    )
+    held = {each["workers"]: each["memory"] for each in sharded["candidates"]}
+    assert sharded["state"]["parameters"] == whole["state"]["parameters"]
+    assert held[2]["parameters"] == pytest.approx(whole["state"]["parameter_bytes"] / 2, rel=0.01)
+    assert held[2]["optimizer"] == pytest.approx(whole["state"]["optimizer_bytes"] / 2, rel=0.01)
+    assert held[2]["gathered"] > 0
+    assert sharded["higher_stage"] is None
+    snapshots = [each["snapshots"] for each in sharded["host"]["hosts"]]
+    assert snapshots == pytest.approx([2 * sharded["state"]["snapshot_bytes"]] * 2, rel=0.01)
+
+
 def test_tokens_per_second_are_shown_and_can_be_a_target_and_a_page_is_written(tmp_path: Path) -> None:
     page = tmp_path / "plan.html"
     done = plan_size("--global-batch", "32", "--gpu", "L4", "--target", "tokens/s=1e12", "--page", str(page))

@@ -137,13 +137,14 @@ def _print(planned: "Planned", notes: Sequence[str], choice: Any, target: str | 
 
     if as_json:
         tree = {"state": asdict(planned.counted.state), "candidates": [_tree(each) for each in planned.candidates]}
-        print_json(
-            {"notes": notes, **tree, "host": host_tree(planned), "choice": None if choice is None else _tree(choice)}
-        )
+        higher = planned.higher and {"stage": planned.higher.stage, **_tree(planned.higher.candidate)}
+        chosen = None if choice is None else _tree(choice)
+        print_json({"notes": notes, **tree, "host": host_tree(planned), "choice": chosen, "higher_stage": higher})
         return
     for note in notes:
         click.echo(note)
-    print_plan(planned.candidates, planned.own, planned.counted.is_fake, choice, host_sentences(planned, choice))
+    hosts = host_sentences(planned, choice)
+    print_plan(planned.candidates, planned.own, planned.counted.is_fake, choice, hosts, planned.higher)
     if choice is None and target:
         click.echo(f"No configuration that fits meets --target {target}.")
 

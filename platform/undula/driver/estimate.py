@@ -1,5 +1,6 @@
 """Estimate of what a worker needs on the GPUs of a cluster, made before any worker starts there."""
 
+from bisect import bisect_left
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -15,7 +16,8 @@ from undula.errors import SpecError
 from undula.parallel.spec import ActivationsSpec
 from undula.plan.candidates import ASSUMED_LINK, rates_of
 from undula.plan.gpus import CONTEXT_BYTES, ESTIMATE_ERROR, MARGIN, known_gpu
-from undula.plan.memory import PassCount, StateCount, division_of, moments, peak
+from undula.plan.memory import Division, PassCount, StateCount, division_of
+from undula.plan.step_memory import moments, peak
 from undula.plan.step_time import step_seconds
 from undula.state.events import EstimateEvent
 from undula.train.dry_run.counting import Count, Setting
@@ -66,12 +68,12 @@ def _estimate(spec: JobSpec, script: ScriptFile, job: Job, result: Callable[[], 
     surely = _most_bytes(replace(counted.state, other_bytes=0), counted.passes[own], spec)
     is_too_much = surely * (1 - ESTIMATE_ERROR) + CONTEXT_BYTES > gpu.memory_bytes
     if is_too_much and not counted.may_need_less and not spec.activations.offload:
-        raise SpecError(_refusal(spec, script, job, allocated, gpu))
+        raise SpecError(_refusal(spec, script, job, counted, gpu))
     known, times = known_gpu(gpu.kind, gpu.memory_bytes), {}
     if known:
         rates = rates_of(known, own.compute)
         for workers in _sizes(spec):
-            division = division_of(spec.plan, own.samples, workers, wire_of(spec))
+            division = _division(spec, own.samples, workers)
             step = step_seconds(counted.state, counted.passes[own], division, rates, ASSUMED_LINK)
             times[str(workers)] = step.total
     name = known.title if known else gpu.kind or "the GPU"
@@ -87,18 +89,39 @@ def _sizes(spec: JobSpec) -> list[int]:
 
 def _most_bytes(state: StateCount, passes: PassCount, spec: JobSpec) -> float:
     """Return the most memory that tensors take in a step with any number of workers."""
-    divisions = (division_of(spec.plan, passes.samples, workers, wire_of(spec)) for workers in _sizes(spec))
+    divisions = (_division(spec, passes.samples, workers) for workers in _sizes(spec))
     return max(peak(moments(state, passes, division)).total for division in divisions)
+
+
+def _division(spec: JobSpec, samples: int, workers: int) -> Division:
+    return division_of(spec.plan, samples, workers, wire_of(spec), spec.sharding.stage)
 
 
 def _needed(allocated: float) -> float:
     return allocated * (1 + MARGIN) + CONTEXT_BYTES
 
 
-def _refusal(spec: JobSpec, script: ScriptFile, job: Job, allocated: float, gpu: NodeGpu) -> str:
+def _more_workers(spec: JobSpec, counted: Count, gpu: NodeGpu) -> tuple[int, float] | None:
+    """Return the fewest workers among which a sharded model fits, and what each of them needs; None if it fits with no number of them."""
+    passes = counted.passes[setting_of(spec)]
+
+    def needed(workers: int) -> float:
+        fewest = replace(spec, workers=replace(spec.workers, min=workers))
+        return _needed(_most_bytes(counted.state, passes, fewest))
+
+    more = range(spec.workers.min + 1, _sizes(spec)[-1] + 1) if spec.sharding.stage else range(0)
+    place = bisect_left(more, True, key=lambda workers: needed(workers) <= gpu.memory_bytes)
+    return (more[place], needed(more[place])) if place < len(more) else None
+
+
+def _refusal(spec: JobSpec, script: ScriptFile, job: Job, own_count: Count, gpu: NodeGpu) -> str:
+    allocated = _most_bytes(own_count.state, own_count.passes[setting_of(spec)], spec)
     needs, has = (f"{size / 2**30:.1f} GiB" for size in (_needed(allocated), gpu.memory_bytes))
     text = f"a step needs about {needs} of GPU memory, but the cluster's {gpu.kind or 'smallest GPU'} has {has}"
     anyway = "or workers.check_memory=false to train without this check"
+    if more := _more_workers(spec, own_count, gpu):
+        workers, needed = more
+        return f"{text} with workers.min={spec.workers.min}; set workers.min={workers}, which needs {needed / 2**30:.1f} GiB, {anyway}"
     own = setting_of(spec)
     policies = dict.fromkeys([own.activations, *(ActivationsSpec(keep=keep) for keep in KEEPS)])
     sizes = [size for size in sizes_of(spec) if size <= own.samples]
@@ -114,7 +137,9 @@ def _refusal(spec: JobSpec, script: ScriptFile, job: Job, allocated: float, gpu:
         for changes in [overrides_of(setting, own)]
     ]
     if not fitting:
-        return f"{text}, and neither activations.keep nor plan.micro_batch helps enough; use GPUs with more memory, {anyway}"
+        stage = spec.sharding.stage
+        sharding = "" if stage == 3 or spec.workers.max == 1 else f"set sharding.stage={stage + 1} or higher, "
+        return f"{text}, and neither activations.keep nor plan.micro_batch helps enough; {sharding}use GPUs with more memory, {anyway}"
     # The nearest setting by its changes, its operations, and last the size of its micro-batch.
     *_, changes, needed = min(fitting)
     return f"{text}; set {changes}, which needs {needed / 2**30:.1f} GiB, {anyway}"

@@ -37,6 +37,7 @@ def load_of(planned: Planned) -> HostLoad:
         counted.data,
         counted.spec.plan.virtual_workers,
         counted.spec.checkpoint.snapshot_every_steps != 0,
+        counted.state.split_bytes if counted.spec.sharding.stage else 0,
     )
 
 

@@ -15,7 +15,18 @@ from undula.config.secrets import has_secret
 from undula.config.yaml_edit import with_values
 from undula.driver.count_job import JobCount, counted_by_script, passes_of, setting_of, sizes_of
 from undula.errors import SpecError, one_line
-from undula.plan.candidates import Candidate, Kind, Offer, Target, TargetKind, Workload, candidates, chosen, rates_of
+from undula.plan.candidates import (
+    Candidate,
+    Kind,
+    Offer,
+    Target,
+    TargetKind,
+    Workload,
+    candidates,
+    chosen,
+    fastest,
+    rates_of,
+)
 from undula.plan.fleet import ON_DEMAND, SPOT
 from undula.plan.gpus import GIB, GPUS, Gpu
 from undula.plan.memory import division_of
@@ -27,6 +38,19 @@ from undula.plan.step_time import step_seconds
 from undula.plan.work import DeviceRates
 from undula.train.dry_run.counting import Setting
 
+SHARDED = "sharding.stage=3"
+"""Override with which a model is counted for all stages of sharding."""
+
+
+@dataclass(frozen=True)
+class Higher:
+    """What fits with a higher stage of sharding than that of a job."""
+
+    stage: int
+    candidate: Candidate[Setting]
+    own: Setting
+    """Setting of the job's YAML."""
+
 
 @dataclass(frozen=True)
 class Planned:
@@ -36,6 +60,8 @@ class Planned:
     """Setting of the job's YAML."""
     counted: JobCount
     candidates: tuple[Candidate[Setting], ...]
+    higher: Higher | None = None
+    """What fits with the lowest higher stage of sharding that helps, if nothing fits as the job is."""
 
     def choice(self, target: Target | None) -> Candidate[Setting] | None:
         """Return the configuration that meets a target best; None if none does.
@@ -122,11 +148,26 @@ def plan_job(
         )
     if measured:
         _check_cpus(measured, spec)
-    own, kinds = setting_of(spec), [*_kinds(counted)]
-    workload = Workload(counted.state, kinds, spec.plan, counted.steps, wire_of(spec), counted.tokens)
-    found = candidates(workload, offers, sensible, Link(*link), changes_per_hour, partial(_rates, measured))
-    able = (each for each in found if not measured or _is_measured(each, measured))
-    return Planned(own, counted, tuple(each for each in able if each.setting == own or _is_sensible(each)))
+    own = setting_of(spec)
+
+    def found_with(counted: JobCount, stage: int) -> tuple[Candidate[Setting], ...]:
+        workload = Workload(
+            counted.state, [*_kinds(counted)], spec.plan, counted.steps, wire_of(spec), stage, counted.tokens
+        )
+        found = candidates(workload, offers, sensible, Link(*link), changes_per_hour, partial(_rates, measured))
+        able = (each for each in found if not measured or _is_measured(each, measured))
+        return tuple(each for each in able if each.setting == own or _is_sensible(each))
+
+    found, higher, own_stage = found_with(counted, spec.sharding.stage), None, spec.sharding.stage
+    if not any(each.fits for each in found):
+        with suppress(SpecError):  # the model cannot be sharded
+            sharded = (
+                counted if own_stage else counted_by_script(script_of(job, script), job, [*given, SHARDED], project)
+            )
+            for stage in range(3, own_stage, -1):
+                if best := fastest(found_with(sharded, stage)):
+                    higher = Higher(stage, best, own)
+    return Planned(own, counted, found, higher)
 
 
 def expected_rates(
@@ -168,7 +209,7 @@ def expected_rates(
             virtual_workers=spec.plan.virtual_workers * factor,
             global_batch=spec.plan.global_batch * factor,
         )
-        division = division_of(plan, own.samples, workers, wire_of(spec))
+        division = division_of(plan, own.samples, workers, wire_of(spec), spec.sharding.stage)
         link = measured.link or Link(0.0, math.inf)
         step = step_seconds(counted.state, counted.passes[own], division, measured.of(own.compute, workers), link)
         found[workers] = plan.global_batch / step.total

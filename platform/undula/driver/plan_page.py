@@ -12,7 +12,6 @@ from undula.driver.plan_model import count_text
 from undula.driver.plan_reasons import name_of, price_text, reasons, setting_text
 from undula.driver.plan_table import (
     COLUMNS,
-    NONE_FITS,
     by_gpu,
     cells_of,
     gib_text,
@@ -22,6 +21,7 @@ from undula.driver.plan_table import (
     seconds_text,
     sentences,
     shown_of,
+    text_of_none,
 )
 from undula.plan.candidates import (
     LAUNCH_S,
@@ -44,6 +44,7 @@ from undula.train.dry_run.counting import Setting
 
 MEMORY = {
     "parameters": ("parameters", ("#1f5fae", "#6ea8ec")),
+    "gathered": ("gathered parameters", ("#3a8fd0", "#9cc8f2")),
     "optimizer": ("optimizer", ("#6a45a8", "#b797ec")),
     "gradients": ("gradients", ("#b8500f", "#f2a35e")),
     "activations": ("activations", ("#0c756c", "#4fc3b5")),
@@ -55,7 +56,7 @@ MEMORY = {
 """Parts of the memory with their labels and their colours on a light and on a dark page."""
 SECONDS = {
     "compute": ("computation", ("#2b6cb8", "#5a97dc")),
-    "communication": ("exchange of gradients", ("#8a63c4", "#a582dc")),
+    "communication": ("exchange between workers", ("#8a63c4", "#a582dc")),
     "update": ("update", ("#0c756c", "#4fc3b5")),
     "data": ("waiting for data", ("#cf8a1d", "#dda449")),
 }
@@ -127,7 +128,7 @@ def render_plan(
         "facts": ["plan", *(note.removesuffix(".") for note in notes or [_job_text(planned)])],
         "assumptions": _assumptions(conditions),
         "tiles": _tiles(planned, choice),
-        "reasons": [*reasons(found, target, choice)] or [("", NONE_FITS)],
+        "reasons": [*reasons(found, target, choice)] or [("", text_of_none(planned.higher))],
         "missed": target is not None and choice is None,
         "sentences": [*sentences(found, planned.own, planned.counted.is_fake)],
         "head": ["", *COLUMNS[1:6], "tokens/s" if planned.counted.tokens else "samples/s", *COLUMNS[7:]],

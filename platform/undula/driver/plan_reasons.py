@@ -71,7 +71,7 @@ def _gain(cheap: Candidate[Setting] | None, fast: Candidate[Setting]) -> str:
     text = (
         ""
         if fast.workers == 1
-        else f" {(step.total - step.compute) / step.total:.0%} of a step is exchange of gradients and update."
+        else f" {(step.total - step.compute) / step.total:.0%} of a step is exchange between workers and update."
     )
     if cheap is None or cheap is fast:
         return text

@@ -7,10 +7,10 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from undula.driver.plan_job import overrides_of
+from undula.driver.plan_job import Higher, overrides_of
 from undula.plan.candidates import Candidate, cheapest, fastest
 from undula.plan.gpus import GIB
-from undula.report.text import DASH
+from undula.report.text import DASH, counted
 from undula.train.dry_run.counting import Setting
 
 COLUMNS = ("", "GPU", "W", "setting", "GiB", "step", "smp/s", "time", "cost", "spot")
@@ -19,10 +19,7 @@ LEGEND = (
     "micro-batch; GiB needed and there; smp/s samples or tok/s tokens per second; time and cost of the whole run, on demand and on spot "
     "nodes"
 )
-NONE_FITS = (
-    "No configuration fits; give --gpu a kind with more memory, lower plan.virtual_workers, or shard the model with fully_shard, which "
-    "is not counted."
-)
+NONE_FITS = "No configuration fits; give --gpu a kind with more memory, or lower plan.virtual_workers."
 Found = Sequence[Candidate[Setting]]
 """Configurations of a job."""
 
@@ -33,6 +30,7 @@ def print_plan(
     is_fake: bool,
     choice: Candidate[Setting] | None,
     about_hosts: Iterable[str] = (),
+    higher: Higher | None = None,
     console: Console | None = None,
 ) -> None:
     """Print for each kind of GPU and number of workers the fastest configuration that fits, and that of the job's YAML.
@@ -43,6 +41,7 @@ def print_plan(
         is_fake: Whether they were counted without values.
         choice: Configuration that meets the user's target; None if none does.
         about_hosts: Sentences about the memory of the hosts.
+        higher: What fits with a higher stage of sharding, if nothing fits as the job is.
         console: Console of the output.
     """
     console = console or Console()
@@ -60,7 +59,19 @@ def print_plan(
     for sentence in (*sentences(found, own, is_fake), *about_hosts):
         console.print(sentence, highlight=False)
     if not any(candidate.fits for candidate in found):
-        console.print(NONE_FITS, highlight=False)
+        console.print(text_of_none(higher), highlight=False)
+
+
+def text_of_none(higher: Higher | None) -> str:
+    """Return the sentence about a plan in which nothing fits, with what fits with a higher stage of sharding."""
+    if higher is None:
+        return NONE_FITS
+    each, offer = higher.candidate, higher.candidate.offer
+    changes = [f"sharding.stage={higher.stage}", *overrides_of(each.setting, higher.own)]
+    return (
+        f"No configuration fits as the job is sharded; with {' '.join(changes)}, each of {counted(each.workers, 'worker')} needs "
+        f"{gib_text(each.needed_bytes)} of the {gib_text(each.room_bytes)} of {offer.gpu.title}."
+    )
 
 
 def sentences(found: Found, own: Setting, is_fake: bool) -> Iterator[str]:

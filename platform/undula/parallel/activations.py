@@ -22,8 +22,13 @@ from undula.parallel.units import problem_of_units, units_of
 from undula.state.pieces import is_sharded
 
 
-def keep_activations(module: nn.Module, spec: ActivationsSpec) -> Callable[[], None]:
+def keep_activations(module: nn.Module, spec: ActivationsSpec, has_hooks: bool | None = None) -> Callable[[], None]:
     """Let a module keep the activations that a job's settings name.
+
+    Args:
+        module: The module.
+        spec: Settings of the job.
+        has_hooks: Whether units have hooks that gather their parameters; by default whether the module is sharded.
 
     Returns:
         Function that undoes this. Without it, the module can stay in memory although nothing uses it.
@@ -36,7 +41,9 @@ def keep_activations(module: nn.Module, spec: ActivationsSpec) -> Callable[[], N
     if problem := problem_of_units(module, spec.units):
         raise UsageError(problem)
     units = list(units_of(module, spec.units).values())
-    make = _Offloaded if spec.keep == "all" else partial(_Recomputed, chain=_Chain(spec, len(units)))
+    make = (
+        _Offloaded if spec.keep == "all" else partial(_Recomputed, chain=_Chain(spec, len(units)), has_hooks=has_hooks)
+    )
     return partial(call_all, [replace_forward(unit, make(unit)) for unit in units])
 
 
@@ -59,12 +66,13 @@ class _Offloaded(Replacement):
 class _Recomputed(Replacement):
     """Forward pass of a unit that the backward pass repeats."""
 
-    def __init__(self, unit: nn.Module, chain: "_Chain"):
+    def __init__(self, unit: nn.Module, chain: "_Chain", has_hooks: bool | None):
         super().__init__(unit)
         self._unit = unit
         self._chain = chain
+        has_hooks = is_sharded(unit) if has_hooks is None else has_hooks
         # In the backward pass, a sharded unit other than the current one must gather its parameters, which its hooks do.
-        self._again = self._call if is_sharded(unit) and chain.size > 1 else self.replaced
+        self._again = self._call if has_hooks and chain.size > 1 else self.replaced
         self._is_repeated = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

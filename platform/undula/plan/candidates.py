@@ -7,9 +7,10 @@ from math import inf
 from typing import Any, Generic, Literal, TypeVar, assert_never
 
 from undula.plan.gpus import CONTEXT_BYTES, MARGIN, Gpu
-from undula.plan.memory import Parts, PassCount, StateCount, division_of, moments, peak
+from undula.plan.memory import Parts, PassCount, StateCount, division_of
 from undula.plan.plan import PlanSpec
 from undula.plan.scaling import Link
+from undula.plan.step_memory import moments, peak
 from undula.plan.step_time import StepSeconds, step_seconds
 from undula.plan.work import DeviceRates
 
@@ -113,6 +114,8 @@ class Workload(Generic[Setting]):
     steps: int
     wire: float = 1.0
     """Bytes of a number in the sums of gradients, relative to those in a gradient."""
+    stage: int = 0
+    """Stage of sharding; 0 if each worker has the whole model."""
     tokens: int | None = None
     """Number of tokens of each sample; None if it is not known."""
 
@@ -156,7 +159,7 @@ def _candidate(
     flops_of_sample: float,
 ) -> Candidate[Setting]:
     passes, compute = kind.passes, kind.compute
-    divided = partial(division_of, workload.plan, passes.samples, wire=workload.wire)
+    divided = partial(division_of, workload.plan, passes.samples, wire=workload.wire, stage=workload.stage)
     division = divided(workers)
     memory = peak(moments(workload.state, passes, division, context=CONTEXT_BYTES))
     step = step_seconds(workload.state, passes, division, rates(offer.gpu, compute, workers), link)

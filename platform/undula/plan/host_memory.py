@@ -58,7 +58,7 @@ class HostLoad:
     """What decides how much host memory the workers of a job take, in bytes unless said otherwise."""
 
     state_bytes: int
-    """A copy of the state of the run, which every worker holds as a whole."""
+    """A copy of the state of the run."""
     batch_bytes: int
     """A micro-batch."""
     offloaded_bytes: int
@@ -67,6 +67,12 @@ class HostLoad:
     virtual_workers: int
     """Number of virtual workers of the job."""
     takes_snapshots: bool = True
+    split_bytes: int = 0
+    """Part of the state that is split over the workers of a sharded model. Each worker holds the rest as a whole."""
+
+    def worker_bytes(self, world_size: int) -> float:
+        """Return what one of some workers holds of the state."""
+        return self.state_bytes - self.split_bytes * (1 - 1 / world_size)
 
 
 @dataclass(frozen=True)
@@ -103,18 +109,20 @@ def parts_of_host(load: HostLoad, workers: int, world_size: int) -> HostParts:
     windows = ceil(load.virtual_workers / world_size) + WINDOWS_AHEAD
     batches = BATCHES + LOADED_AHEAD * data.loaders
     rows = windows * data.window_bytes + data.ahead_bytes + batches * load.batch_bytes + data.dataset_bytes
-    checkpoint = state * workers / world_size
-    replicas = state if workers == world_size and load.takes_snapshots else 0
+    checkpoint, own = state * workers / world_size, load.worker_bytes(world_size)
+    # Workers of a sharded model write snapshots and send replicas of their own parts; otherwise one of them does it for all.
+    kept = workers * own if load.split_bytes else state
+    replicas = kept if (workers == world_size or load.split_bytes) and load.takes_snapshots else 0
     return HostParts(
         processes=NODE_BYTES + workers * (WORKER_BYTES + data.read_tasks * TASK_BYTES + data.loaders * LOADER_BYTES),
-        snapshots=SLOTS * state * load.takes_snapshots,
+        snapshots=SLOTS * kept * load.takes_snapshots,
         checkpoint=checkpoint,
         replicas=replicas,
         data=workers * rows,
         activations=workers * load.offloaded_bytes,
-        # After a loss, each worker keeps its state or reads a snapshot. If all workers leave, nothing else is on its way, and rank 0 has
-        # a copy in host memory, one that is packed, and one in Ray's object store.
-        change=max(workers * state, LEAVING * state - checkpoint - replicas),
+        # After a loss, each worker keeps its state or reads a snapshot. If all workers leave, nothing else is on its way, and rank 0, or
+        # each worker of a sharded model, has a copy in host memory, one that is packed, and one in Ray's object store.
+        change=max(workers * own, LEAVING * kept - checkpoint - replicas),
     )
 
 
@@ -123,10 +131,10 @@ def parts_of_head(load: HostLoad, is_one_host: bool) -> HostParts:
 
     Args:
         load: What the workers hold.
-        is_one_host: Whether all workers are on one host. Only then are replicas sent in the background, and while one arrives, the head
-            keeps the one before.
+        is_one_host: Whether all workers are on one host. Only then, or if the model is sharded, are replicas sent in the background, and
+            while one arrives, the head keeps the one before.
     """
-    kept = 2 if is_one_host and load.takes_snapshots else 1
+    kept = 2 if (is_one_host or load.split_bytes) and load.takes_snapshots else 1
     return HostParts(processes=HEAD_BYTES, replicas=(kept + 1) * load.state_bytes)
 
 

@@ -5,12 +5,13 @@ moments of a step, of which the one that takes most decides whether a job fits.
 """
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from functools import lru_cache
 
 from undula.plan.plan import PlanSpec
 from undula.plan.tree import Fold, assign, roots
+from undula.plan.unit_pass import Mark, UnitCount, extrapolated_marks
 from undula.plan.work import Work
 
 BUCKET_BYTES = 25 * 2**20
@@ -40,11 +41,49 @@ class StateCount:
     """What an update reads and writes."""
     snapshot_bytes: int = 0
     """What a snapshot copies: tensors of the model, the optimizer and the run, each under all of its names."""
+    units: tuple[UnitCount, ...] = ()
+    """Parameters by unit, if the model is to be sharded: first those outside of units."""
 
     @property
     def bucket_bytes(self) -> int:
         """Size of the largest bucket of gradients."""
         return min(self.gradient_bytes, max(BUCKET_BYTES, self.largest_bytes))
+
+    @property
+    def split_bytes(self) -> int:
+        """Part of a snapshot of all ranks together of which each rank has a part if the model is sharded: all but the buffers."""
+        return max(self.snapshot_bytes - self.buffer_bytes, 0)
+
+    def of_rank(self, ranks: int) -> "StateCount":
+        """Return what the first of some ranks holds if the model is sharded over them. Other ranks hold as much or a little less."""
+        own, whole = _SplitBytes.of(self.units, ranks), _SplitBytes.of(self.units, 1)
+        share = own.gradients / whole.gradients if whole.gradients else 1.0
+        return replace(
+            self,
+            parameter_bytes=own.parameters,
+            optimizer_bytes=self.optimizer_bytes - whole.state + own.state,
+            gradient_bytes=own.gradients,
+            largest_bytes=math.ceil(self.largest_bytes / ranks),
+            update_bytes=math.ceil(self.update_bytes * share),
+            update_moved_bytes=math.ceil(self.update_moved_bytes * share),
+        )
+
+
+@dataclass(frozen=True)
+class _SplitBytes:
+    """Bytes of what is split over the ranks, on the first rank."""
+
+    parameters: int
+    gradients: int
+    state: int
+
+    @classmethod
+    def of(cls, units: Sequence[UnitCount], ranks: int) -> "_SplitBytes":
+        return cls(
+            sum(unit.shard_bytes(ranks) for unit in units),
+            sum(unit.gradient_shard_bytes(ranks) for unit in units),
+            sum(unit.state_bytes(ranks) for unit in units),
+        )
 
 
 @dataclass(frozen=True)
@@ -63,6 +102,8 @@ class PassCount:
     """Peak of the backward pass of a later micro-batch, beside the gradient."""
     work: Work
     """What both passes compute."""
+    marks: tuple[Mark, ...] = ()
+    """Where units begin and end in the passes of a first micro-batch, if the model is to be sharded."""
 
 
 def extrapolated(one: PassCount, other: PassCount, samples: int) -> PassCount:
@@ -71,11 +112,12 @@ def extrapolated(one: PassCount, other: PassCount, samples: int) -> PassCount:
     values = {
         field.name: max(round(before + share * (after - before)), 0)
         for field in fields(PassCount)
-        if field.name != "work"
+        if field.name not in ("work", "marks")
         for before, after in [(getattr(one, field.name), getattr(other, field.name))]
     }
     work = one.work * (1 - share) + other.work * share
-    return PassCount(**values, work=Work(*(max(term, 0.0) for term in work.terms)))
+    marks = extrapolated_marks(one.marks, other.marks, share)
+    return PassCount(**values, work=Work(*(max(term, 0.0) for term in work.terms)), marks=marks)
 
 
 @dataclass(frozen=True)
@@ -87,6 +129,8 @@ class Parts:
     others: float = 0.0
     """What the script holds beside its model, such as averages of the weights."""
     optimizer: float = 0.0
+    gathered: float = 0.0
+    """Parameters of the units of a sharded model that are gathered."""
     gradients: float = 0.0
     """Gradients of virtual workers, their sums along the tree, and what is received from other ranks."""
     batch: float = 0.0
@@ -122,12 +166,14 @@ class Division:
     world_size: int
     wire: float = 1.0
     """Bytes of a number in the sums of gradients, relative to those of a number in a gradient."""
+    stage: int = 0
+    """Stage of sharding; 0 if each rank has the whole model."""
 
 
-def division_of(plan: PlanSpec, samples: int, workers: int, wire: float = 1.0) -> Division:
+def division_of(plan: PlanSpec, samples: int, workers: int, wire: float = 1.0, stage: int = 0) -> Division:
     """Return the division of a plan's step among some workers, with micro-batches of so many samples."""
     share = plan.global_batch // plan.virtual_workers
-    return Division(plan.virtual_workers, -(-share // samples), workers, wire)
+    return Division(plan.virtual_workers, -(-share // samples), workers, wire, stage)
 
 
 @lru_cache(maxsize=1024)
@@ -152,33 +198,9 @@ def held_gradients(virtual_workers: int, world_size: int, rank: int, is_rounded:
     return HeldGradients(counts[rank] + received, tuple(held))
 
 
-def moments(
-    state: StateCount, passes: PassCount, division: Division, on_gpu: bool = True, context: float = 0.0
-) -> dict[str, Parts]:
-    """Return the memory of the rank that needs most, at each moment of a step that may take most.
-
-    Args:
-        state: What was counted of the states.
-        passes: What was counted of a micro-batch.
-        division: Division of the step among the ranks.
-        on_gpu: Whether the device is a GPU, to which the next micro-batch is copied while the current one computes.
-        context: Bytes that the libraries of the device need.
-    """
-    found: dict[str, Parts] = {}
-    for rank in range(min(division.world_size, division.virtual_workers)):
-        for name, parts in _moments_of(rank, state, passes, division):
-            parts = replace(parts, batch=passes.batch_bytes * (1 + on_gpu), context=context)
-            if name not in found or parts.total > found[name].total:
-                found[name] = parts
-    return found
-
-
-def peak(moments: Mapping[str, Parts]) -> Parts:
-    """Return the memory at the moment that takes most."""
-    return max(moments.values(), key=lambda parts: parts.total)
-
-
-def _moments_of(rank: int, state: StateCount, passes: PassCount, division: Division) -> Iterator[tuple[str, Parts]]:
+def moments_of_whole(
+    rank: int, state: StateCount, passes: PassCount, division: Division
+) -> Iterator[tuple[str, Parts]]:
     """Yield the moments of a rank's step with their memory, without that of the batch."""
     held = held_gradients(division.virtual_workers, division.world_size, rank, division.wire < 1)
     states = Parts(state.parameter_bytes, state.buffer_bytes, state.other_bytes, state.optimizer_bytes)

@@ -5,6 +5,7 @@ from math import ceil
 
 from undula.plan.memory import BUCKET_BYTES, Division, PassCount, StateCount
 from undula.plan.scaling import Link
+from undula.plan.sharded_time import copied_bytes, exchange_s
 from undula.plan.tree import assign
 from undula.plan.work import DeviceRates
 
@@ -19,7 +20,7 @@ class StepSeconds:
     compute: float
     """Forward and backward passes."""
     communication: float
-    """Exchange of gradients, as far as no backward pass hides it."""
+    """Exchange of gradients, and of the parameters of a sharded model, as far as no pass hides it."""
     update: float
     """Sums of the gradients of virtual workers, and the optimizer's step."""
     data: float = 0.0
@@ -52,13 +53,18 @@ def step_seconds(
     longest_range = max(map(len, assign(virtual_workers, ranks)))
     longest = longest_range * division.micro_batches
     each = rates.seconds(passes.work)
+    read = longest * passes.samples / samples_per_s
+    data = max(read - longest * each, 0.0)
+    if division.stage:
+        exchange = exchange_s(state, passes, division, rates, link, BACKWARD_SHARE)
+        moved = copied_bytes(state, passes, division) + state.of_rank(division.world_size).update_moved_bytes
+        return StepSeconds(longest * each, exchange, moved / rates.bytes_per_s, data)
     wire = state.gradient_bytes * division.wire
     exchange = link.exchange_s(wire, virtual_workers, ranks)
     # All buckets but the last one, which is sent only after the backward pass, travel while the last backward pass computes.
     hidden = each * BACKWARD_SHARE * (1 - 1 / max(ceil(wire / BUCKET_BYTES), 1))
     update = (summed_bytes(state.gradient_bytes, longest_range) + state.update_moved_bytes) / rates.bytes_per_s
-    read = longest * passes.samples / samples_per_s
-    return StepSeconds(longest * each, max(exchange - hidden, 0.0), update, max(read - longest * each, 0.0))
+    return StepSeconds(longest * each, max(exchange - hidden, 0.0), update, data)
 
 
 def summed_bytes(gradient_bytes: float, virtual_workers: int) -> float:

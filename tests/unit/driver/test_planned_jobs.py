@@ -1,5 +1,6 @@
 """Tests of a plan's answers to targets."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -7,19 +8,24 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pytest
+from jobs_kit import LANGUAGE_MODEL
 
+import undula.driver.plan_job as plan_job_module
+from undula.cluster.prices import load_prices
 from undula.config.job import JobSpec
 from undula.data.prepare.write import array_column, array_field, write_shards
 from undula.data.spec import DataSpec
 from undula.data.stored.mixture import Mixture
 from undula.driver.count_job import JobCount, data_count
-from undula.driver.plan_job import Planned, target_of
-from undula.driver.plan_table import dollars_text, hours_text, rate_text
+from undula.driver.plan_job import SHARDED, Planned, plan_job, target_of
+from undula.driver.plan_table import dollars_text, hours_text, rate_text, text_of_none
 from undula.errors import SpecError
 from undula.parallel.spec import ActivationsSpec
 from undula.plan.host_memory import DataCount
-from undula.plan.memory import StateCount
+from undula.plan.memory import PassCount, StateCount
 from undula.plan.plan import Plan, PlanSpec
+from undula.plan.unit_pass import Mark, SplitTensor, UnitCount
+from undula.plan.work import Work
 from undula.storage import Store
 from undula.train.dry_run.counting import Setting
 
@@ -37,6 +43,45 @@ def test_tokens_are_a_target_only_if_they_are_known() -> None:
         SpecError, match=r"--target tokens/s=N needs batches whose integer tensors are \[samples, length\]"
     ):
         unknown.choice(target)
+
+
+def test_a_plan_in_which_nothing_fits_names_the_stage_of_sharding_that_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    own, spec = Setting("fp32", ActivationsSpec(), 1), JobSpec(name="job", plan=PlanSpec(global_batch=4))
+    size = 352 * 2**20
+    units = (UnitCount(()), *[UnitCount((SplitTensor(352, 2**20, trains=True, state_row_bytes=2**21),))] * 16)
+    whole = StateCount(0, 0, 16 * size, 0, 0, 16 * size, size, 32 * size, 0, 0)
+    begun = [Mark(unit, kind, False, 0, 0) for unit in range(1, 17) for kind in ("forward", "forward end")]
+    ended = [
+        Mark(unit, kind, True, gradient, gradient, gradient)
+        for unit in range(16, 0, -1)
+        for kind, gradient in (("backward", 0), ("backward end", size))
+    ]
+    passes = {own: PassCount(1, 0, 0, 0, 0, 0, Work(1.0, 1.0, 1.0), (*begun, *ended))}  # type: ignore[arg-type]
+    asked: list[str] = []
+
+    def counted_by_script(script: Path, job: Path, overrides: Sequence[str], project: Path | None) -> JobCount:
+        asked.extend(overrides)
+        state = replace(whole, units=units) if SHARDED in overrides else whole
+        return JobCount(spec, state, passes, True, 1, None)
+
+    monkeypatch.setattr(plan_job_module, "counted_by_script", counted_by_script)
+
+    def planned(gpu: str, *overrides: str) -> Planned:
+        return plan_job(
+            LANGUAGE_MODEL.with_suffix(".yaml"), overrides, [gpu], [1, 2], (0.0, 1e9), load_prices(None), 0.0
+        )
+
+    higher = planned("L4").higher
+    assert higher is not None
+    assert (higher.stage, higher.candidate.workers, higher.candidate.fits) == (3, 2, True)
+    text = text_of_none(higher)
+    assert text.startswith(
+        "No configuration fits as the job is sharded; with sharding.stage=3, each of 2 workers needs "
+    )
+    assert planned("T4").higher is None, "the states and a gradient of the first turn are too large in each stage"
+    asked.clear()
+    assert planned("H100").higher is None, "the job fits as it is"
+    assert not any(each.startswith("sharding") for each in asked)
 
 
 def test_what_reading_takes_follows_from_the_decoded_row_groups(tmp_path: Path) -> None:

@@ -84,6 +84,17 @@ def test_the_head_keeps_a_replica_while_the_next_one_arrives(load: HostLoad) -> 
     assert one_host.processes == HEAD_BYTES
 
 
+def test_workers_of_a_sharded_model_have_snapshots_and_replicas_of_their_own_parts() -> None:
+    load = replace(LOAD, split_bytes=GIB * 3 // 4)
+    own = GIB / 4 + GIB * 3 / 4 / 8
+    assert load.worker_bytes(8) == own
+    parts = parts_of_host(load, 2, 8)
+    assert parts.snapshots == 2 * 2 * own
+    assert parts.replicas == 2 * own, "also if there are workers on other hosts"
+    assert parts.checkpoint == GIB / 4
+    assert parts_of_head(load, is_one_host=False).replicas == 3 * GIB
+
+
 def test_a_host_without_room_for_snapshots_trains_without_them() -> None:
     parts = parts_of_host(replace(LOAD, state_bytes=2 * GIB), 1, 1)
     assert has_room_for_snapshots(parts, 16 * GIB, 0.5), "/dev/shm has 8 GiB"

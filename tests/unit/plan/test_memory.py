@@ -12,10 +12,9 @@ from undula.plan.memory import (
     StateCount,
     extrapolated,
     held_gradients,
-    moments,
-    peak,
     zero_bytes,
 )
+from undula.plan.step_memory import moments, peak
 from undula.plan.work import Work
 
 MIXED, FP32 = (2.0, 2.0, 12.0), (4.0, 4.0, 8.0)

@@ -20,7 +20,8 @@ from undula.plan.plan import PlanSpec
 from undula.plan.precision import PrecisionSpec
 from undula.recovery.snapshot import DATA, folder_of, slots_below
 from undula.train.dry_run.count import count
-from undula.train.dry_run.counting import Setting, length_of
+from undula.train.dry_run.counting import Setting
+from undula.train.dry_run.fakes import length_of
 from undula.train.dry_run.storages import storage_bytes
 from undula.train.job import Job
 from undula.train.run import Run

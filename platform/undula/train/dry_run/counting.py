@@ -1,35 +1,39 @@
 """Session and loop of a count: they give a script one step for each setting, and count what the step takes."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.utils._python_dispatch import _disable_current_modes
+from torch._subclasses.fake_tensor import FakeTensorMode
 
-from undula.data.nested import tensors_of, with_tensors
-from undula.data.reader import SampleReader, Samples
+from undula.data.nested import tensors_of
 from undula.data.script.indexed import ScriptData
 from undula.data.script.items import Items
 from undula.errors import UsageError
 from undula.parallel.activations import keep_activations
 from undula.parallel.engines.engine import Engine
+from undula.parallel.layout import Layout
+from undula.parallel.materialize import is_on_meta, materialize
 from undula.parallel.precision import Autocast, dtype_of
-from undula.parallel.spec import ActivationsSpec
+from undula.parallel.sharding import set_up_optimizer
+from undula.parallel.spec import ActivationsSpec, ShardingSpec
+from undula.parallel.units import units_of
 from undula.plan.host_memory import NO_DATA, DataCount
 from undula.plan.memory import PassCount, StateCount
 from undula.plan.plan import MicroBatch, OptimizerStep
 from undula.plan.precision import FP32, Compute
 from undula.recovery.snapshot import aligned_bytes
 from undula.recovery.worker_state import LeaveGroup, WorkerState
-from undula.state.pieces import Piece, is_sharded
+from undula.state.pieces import Piece
 from undula.state.values import leaves
 from undula.train.boundary import StepBoundary
+from undula.train.dry_run.fakes import FakeRows, make_fake, put_back
 from undula.train.dry_run.rehearsal import LocalSession, RehearsalLoop
 from undula.train.dry_run.storages import LiveStorages, WithoutAttentionDropout, storage_bytes
+from undula.train.dry_run.unit_marks import UnitMarks, uncounted_sharding
 from undula.train.job import Job
 from undula.train.loop import TrainingLoop
 from undula.train.measurement import StepMeasurement, StepPhases
@@ -98,6 +102,8 @@ class CountingSession(LocalSession):
         self._live = LiveStorages()
         self._loop: CountingLoop | None = None
         self._data = NO_DATA
+        self._marks: UnitMarks | None = None
+        """Marks of the units, if the model is to be sharded."""
         if not job.data.is_of_script:
             self._enter_modes()
 
@@ -142,26 +148,51 @@ class CountingSession(LocalSession):
 
     def place(self, module: nn.Module) -> PlacedModel:
         """Place the module without the settings of activations and precision, which each step has of its own."""
-        if self.job.sharding.stage or is_sharded(module):
-            raise UsageError("a sharded model is not counted; count it with sharding.stage=0, without fully_shard()")
+        sharding = self.job.sharding
+        if problem := uncounted_sharding(module, sharding):
+            raise UsageError(problem)
+        if is_on_meta(module) and sharding.stage:
+            materialize(module.modules(), self.setup.layout.device)
         if self._fakes is not None:
-            self._stack.callback(_put_back, _make_fake(module, self._fakes))
+            self._stack.callback(put_back, make_fake(module, self._fakes))
+        units = list(units_of(module, sharding.units).values()) if sharding.stage else []
         tensors = [*module.parameters(), *module.buffers()]
         for tensor in tensors:
             self._live.add(tensor)
         self._placed(storage_bytes(tensors))
         job = replace(self.job, activations=ActivationsSpec(), precision=FP32)
-        return place_model(module, job, self.plan, self.setup.layout, lambda module, layout: _CountedEngine(layout))
+        placed = place_model(
+            module, job, self.plan, self.setup.layout, lambda module, layout: _CountedEngine(layout, sharding)
+        )
+        if sharding.stage:
+            self._marks = UnitMarks(module, units, self._live)
+            self._stack.callback(self._marks.remove)
+        return placed
 
     def loop(
         self, parts: ScriptParts, validate: ValidationFunction | None, after_step: AfterStep | None
     ) -> TrainingLoop:
-        self._loop = CountingLoop(self, parts, self._settings, self._live, self._fakes)
+        self._loop = CountingLoop(self, parts, self._settings, self._live, self._fakes, self._marks)
         return self._loop
 
 
 class _CountedEngine(Engine):
-    """Engine of a rank alone, without the buffers of the sum over the virtual workers, whose size follows from that of the gradient."""
+    """Engine of a rank alone, without the buffers of the sum over the virtual workers, whose size follows from that of the gradient.
+
+    Args:
+        layout: Layout of the rank.
+        sharding: Sharding of the model in a run. Here it stays whole.
+    """
+
+    def __init__(self, layout: Layout, sharding: ShardingSpec):
+        super().__init__(layout)
+        self._is_sharded = sharding.stage > 0
+
+    def prepare(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        """Accept an optimizer, which computes as that of a sharded model does if the model is to be sharded."""
+        if self._is_sharded:
+            set_up_optimizer(optimizer, self.parameters, self.layout.device, is_chosen=True)
+        super().prepare(model, optimizer)
 
     def place(self, module: nn.Module) -> nn.Module:
         """Take the module as it is: fake parameters cannot be moved."""
@@ -175,28 +206,6 @@ class _CountedEngine(Engine):
         return torch.ones((), device="cpu"), torch.zeros((), device="cpu")
 
 
-Places = list[tuple[nn.Module, str, Tensor]]
-"""Tensors of layers, each with its layer and its name."""
-
-
-def _make_fake(module: nn.Module, fakes: FakeTensorMode) -> Places:
-    """Replace the real parameters and buffers of a module, which it got before its session began, by fake ones. Return the real ones."""
-    known: dict[int, Any] = {}
-    replaced: Places = []
-    for layer in module.modules():
-        own = [*layer.named_parameters(recurse=False, remove_duplicate=False)]
-        for name, tensor in [*own, *layer.named_buffers(recurse=False, remove_duplicate=False)]:
-            if not isinstance(tensor, FakeTensor):
-                replaced.append((layer, name, tensor))
-                setattr(layer, name, known.setdefault(id(tensor), fakes.from_tensor(tensor)))
-    return replaced
-
-
-def _put_back(replaced: Places) -> None:
-    for layer, name, tensor in replaced:
-        setattr(layer, name, tensor)
-
-
 class CountingLoop(RehearsalLoop):
     """Loop that yields a step for each setting, and counts it.
 
@@ -206,6 +215,7 @@ class CountingLoop(RehearsalLoop):
         settings: Settings of the steps.
         live: Counter of the storages.
         fakes: Mode of the fake tensors; None if tensors are real.
+        marks: Marks of the units, if the model is to be sharded.
 
     Attributes:
         passes: What was counted of the micro-batches, by setting.
@@ -221,9 +231,11 @@ class CountingLoop(RehearsalLoop):
         settings: Sequence[Setting],
         live: LiveStorages,
         fakes: FakeTensorMode | None,
+        marks: UnitMarks | None,
     ):
         super().__init__(session.setup, parts)
         setup = session.setup
+        self._marks = marks
         self.boundary = self._own_boundary = _NoBoundary(setup, self.model, parts.state, self.attempt, self.saver)
         self._settings, self._live, self._fakes = settings, live, fakes
         self.passes: dict[Setting, PassCount] = {}
@@ -252,7 +264,7 @@ class CountingLoop(RehearsalLoop):
     def steps(self) -> Iterator[Step]:
         """Yield the steps, and leave the train function as a run leaves it when its group ends."""
         setup = self._setup
-        reader = _FakeRows(self._parts.samples.training(0), self._live, self._fakes, self.lengths)
+        reader = FakeRows(self._parts.samples.training(0), self._live, self._fakes, self.lengths)
         self._closing.callback(reader.close)
         self.begin()
         first, *others = self._settings
@@ -264,7 +276,9 @@ class CountingLoop(RehearsalLoop):
             self._batches = MicroBatches(_constant(work), reader, setup.layout.device, setup.worker.enter)
             self.begun = setting
             with self._applied(setting):
-                step = _CountedStep(self._live, setup, self.model, self._batches, self.boundary, self._phases, 0)
+                step = _CountedStep(
+                    self._live, self._marks, setup, self.model, self._batches, self.boundary, self._phases, 0
+                )
                 yield step
             self.passes[setting] = step.counted
         raise LeaveGroup
@@ -273,7 +287,7 @@ class CountingLoop(RehearsalLoop):
     def _applied(self, setting: Setting) -> Iterator[None]:
         """Let the model keep activations and compute as a setting says."""
         engine = self.model.engine
-        undo = keep_activations(engine.module, setting.activations)
+        undo = keep_activations(engine.module, setting.activations, self._marks is not None)
         dtype = dtype_of(setting.compute)
         autocast = Autocast(engine.module, self._setup.layout.device, dtype) if dtype else None
         try:
@@ -286,7 +300,7 @@ class CountingLoop(RehearsalLoop):
     def _begin_update(self, optimizer: object, args: object, kwargs: object) -> None:
         self._live.begin()
 
-    def _end_update(self, optimizer: object, args: object, kwargs: object) -> None:
+    def _end_update(self, optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
         made = self._live.bytes - self._live.before
         gradients = storage_bytes([parameter.grad for parameter in self.model.engine.trainable])
         self.state = replace(
@@ -296,6 +310,7 @@ class CountingLoop(RehearsalLoop):
             update_bytes=self._live.peak - self._live.bytes,
             update_moved_bytes=int(self._live.work.moved_bytes),
             snapshot_bytes=self._snapshot_bytes(),
+            units=self._marks.units_with(optimizer.state) if self._marks else (),
         )
 
     def _snapshot_bytes(self) -> int:
@@ -334,9 +349,9 @@ class _NoBoundary(StepBoundary):
 class _CountedStep(Step):
     """Step that counts the passes of its two micro-batches."""
 
-    def __init__(self, live: LiveStorages, *args: Any) -> None:
+    def __init__(self, live: LiveStorages, marks: UnitMarks | None, *args: Any) -> None:
         super().__init__(*args)
-        self._live = live
+        self._live, self._marks = live, marks
         self._counted: list[PassCount] = []
 
     @property
@@ -350,11 +365,15 @@ class _CountedStep(Step):
             assert self.micro_batch is not None
             self._samples, self._batch_bytes = self.micro_batch.samples, storage_bytes([*tensors_of(batch)])
             self._live.begin_with_next()
+            if self._marks:
+                self._marks.begin()
             yield batch
 
     def backward(self, loss: Tensor, share: float | None = None) -> None:
         live, before = self._live, self._live.before
         saved, forward, live.peak = live.bytes - before, live.peak - before, live.bytes
+        if self._marks:
+            self._marks.in_backward = True
         super().backward(loss, share)
         backward = live.peak - before
         self._counted.append(
@@ -366,55 +385,6 @@ class _CountedStep(Step):
                 backward,
                 backward,
                 live.work,
+                self._marks.end() if self._marks else (),
             )
         )
-
-
-class _FakeRows:
-    """Reader that returns arbitrary samples, with fake tensors in place of real ones.
-
-    Args:
-        reader: Reader of the samples.
-        live: Counter of the storages.
-        fakes: Mode of the fake tensors; None if tensors are real.
-        lengths: Set that gets the number of tokens of the samples of each micro-batch.
-    """
-
-    def __init__(
-        self, reader: SampleReader, live: LiveStorages, fakes: FakeTensorMode | None, lengths: set[int | None]
-    ):
-        self._reader, self._live, self._fakes, self._lengths = reader, live, fakes, lengths
-        self.close = reader.close
-
-    def open(self) -> None:
-        """Do nothing, because a few samples are read without reading ahead."""
-
-    def take(self, virtual_worker: int, count: int) -> Samples:
-        with _disable_current_modes():
-            samples = self._reader.any_rows(count)
-        self._lengths.add(length_of(tensors_of(samples.batch), count))
-        return replace(samples, batch=with_tensors(samples.batch, self._counted))
-
-    def any_rows(self, count: int) -> Samples:
-        return self.take(0, count)
-
-    def _counted(self, tensor: Tensor) -> Tensor:
-        fake: Tensor = tensor if self._fakes is None else self._fakes.from_tensor(tensor)
-        self._live.add(fake)
-        return fake
-
-
-def length_of(tensors: Iterable[Tensor], samples: int) -> int | None:
-    """Return the number of tokens of each sample of a micro-batch: the length of its integer tensors of shape [samples, length].
-
-    The result is None if it has no such tensor, or some of different lengths.
-    """
-    lengths = {
-        tensor.shape[1]
-        for tensor in tensors
-        if tensor.ndim == 2 and len(tensor) == samples and tensor.dtype in _INTEGERS
-    }
-    return lengths.pop() if len(lengths) == 1 else None
-
-
-_INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.uint16, torch.uint32, torch.uint64)

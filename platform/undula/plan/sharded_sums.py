@@ -1,0 +1,133 @@
+"""Sums of gradients that a rank holds in the passes of a step of a sharded model. Pure.
+
+The sums are those of `undula.parallel.reduce.unit_sum`: in stage 1, whole gradients of the subtrees of a rank; in stages 2 and 3, slices of
+the gradients of all virtual workers whose turn has come.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+
+from undula.plan.tree import Fold, assign, roots
+from undula.plan.unit_pass import PassSums
+
+
+@dataclass(frozen=True)
+class ShardedPass:
+    """A pass of a step, as far as it decides what a rank holds."""
+
+    sums: PassSums
+    is_first: bool
+    """Whether it is the first pass of a step."""
+    is_last: bool
+    begins_run: bool = False
+    """Whether it is a pass of the first turn after the start of the worker, which does not know yet how often units run."""
+
+
+def own_virtual_workers(virtual_workers: int, ranks: int, rank: int, stage: int) -> range:
+    """Return the virtual workers of a rank."""
+    if stage >= 2:
+        return range(rank, virtual_workers, ranks)
+    return assign(virtual_workers, ranks)[rank]
+
+
+@lru_cache(maxsize=1024)
+def passes_of_step(
+    virtual_workers: int, ranks: int, rank: int, stage: int, micro_batches: int
+) -> tuple[ShardedPass, ...]:
+    """Return the passes of a step that differ in what a rank holds.
+
+    Args:
+        virtual_workers: Number of virtual workers of the plan.
+        ranks: Number of ranks.
+        rank: The rank.
+        stage: Stage of sharding, from 1 to 3.
+        micro_batches: Number of micro-batches of a virtual worker.
+    """
+    make = _slices if stage >= 2 and ranks > 1 else _whole
+    return tuple(dict.fromkeys(make(virtual_workers, ranks, rank, stage, micro_batches)))
+
+
+def _whole(virtual_workers: int, ranks: int, rank: int, stage: int, micro_batches: int) -> Iterator[ShardedPass]:
+    own = own_virtual_workers(virtual_workers, ranks, rank, stage)
+    fold, before = Fold[bool](virtual_workers, lambda left, right: left), 0
+    for place, virtual_worker in enumerate(own):
+        waiting, before = before + (place > 0) - len(fold.roots), len(fold.roots)
+        for number in range(micro_batches):
+            is_new = number == 0
+            yield ShardedPass(
+                PassSums(
+                    before=before + (not is_new),
+                    after=before + 1,
+                    # A rank that is alone divides the gradient by 1, and copies it.
+                    taken=float(ranks == 1),
+                    waiting=waiting if is_new else 0,
+                    keeps_flat=is_new and ranks > 1,
+                ),
+                is_first=place == 0 and is_new,
+                is_last=place == len(own) - 1 and number == micro_batches - 1,
+            )
+        fold.push(virtual_worker, True)
+
+
+def _slices(virtual_workers: int, ranks: int, rank: int, stage: int, micro_batches: int) -> Iterator[ShardedPass]:
+    fold = Fold[bool](virtual_workers, lambda left, right: left)
+    turns = -(-virtual_workers // ranks)
+    late = 0.0
+    for turn in range(turns):
+        leaves = range(turn * ranks, min((turn + 1) * ranks, virtual_workers))
+        before, most = len(fold.roots), 0
+        for virtual_worker in leaves:
+            most = max(most, len(fold.roots) + 1)
+            fold.push(virtual_worker, True)
+        received, slices, after = len(leaves) / ranks, before / ranks, len(fold.roots) / ranks
+        for number in range(micro_batches):
+            is_new, ends = number == 0, number == micro_batches - 1
+            leaf = float(not is_new)
+            # The slices of all ranks are received, stacked and then copied one by one.
+            taken = received + max(received, most / ranks - slices - leaf) if ends else 0.0
+            sums = PassSums(
+                slices + leaf,
+                after if ends else slices + 1,
+                taken,
+                keeps_flat=is_new and not ends,
+            )
+            first, last = turn == 0 and is_new, turn == turns - 1 and ends
+            yield ShardedPass(sums, first, last)
+            # With several micro-batches, the first one has shown how often units run.
+            if turn == 0 and micro_batches == 1:
+                late = received - after
+                yield ShardedPass(PassSums(sums.before, received, 2 * received), first, last, begins_run=True)
+            elif turn == 1 and late:
+                waiting = PassSums(sums.before, sums.after, taken, late, sums.keeps_flat)
+                yield ShardedPass(waiting, first, last, begins_run=True)
+
+
+def reduction(units: tuple[int, ...], virtual_workers: int, ranks: int, rank: int, stage: int) -> float:
+    """Return the most bytes that a rank holds while the sums of a step are finished, one unit after another.
+
+    Args:
+        units: Padded gradients of the units in bytes.
+        virtual_workers: Number of virtual workers of the plan.
+        ranks: Number of ranks.
+        rank: The rank.
+        stage: Stage of sharding, from 1 to 3.
+    """
+    if stage >= 2 and ranks > 1:
+        return (sum(units) + max(units, default=0)) / ranks
+    counts = [len(roots(virtual_workers, each.start, each.stop)) for each in assign(virtual_workers, ranks)]
+    own, most, left, done = counts[rank], 0.0, float(sum(units)), 0.0
+    for size in units:
+        sent = own * size if own > 1 and ranks > 1 else 0
+        received = sum(counts) * size / ranks if ranks > 1 else 0
+        most = max(most, own * left + done + sent + received + 2 * size / ranks)
+        left, done = left - size, done + size / ranks
+    return most
+
+
+def gradient_messages(virtual_workers: int, ranks: int, rank: int, stage: int) -> int:
+    """Return the number of whole gradients of which a rank sends each other rank its slice in a step."""
+    own = own_virtual_workers(virtual_workers, ranks, rank, stage)
+    if ranks == 1:
+        return 0
+    return len(own) if stage >= 2 else len(roots(virtual_workers, own.start, own.stop))
