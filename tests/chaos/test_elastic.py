@@ -34,7 +34,7 @@ def test_growth_and_a_notice_to_rank_0_lose_no_step_and_change_no_bit(spot: Node
         spot.kill(node)
     ledger = read_ledger(job.store)
     assert [(resize.before, resize.after) for resize in job.of(ResizeEvent)[:3]] == [(1, 2), (2, 1), (1, 1)]
-    assert resumed.origin == "the memory of the head"
+    assert resumed.origin == "the memory of a worker"
     assert ledger.steps["step"].to_pylist() == list(range(ledger.steps.num_rows))
     assert ledger.replaced.num_rows == 0
 

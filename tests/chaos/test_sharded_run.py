@@ -8,7 +8,7 @@ from chaos_kit import SCRIPT, command, events_in, origins_in, run_through, wrapp
 
 from undula.report.data.certificate import certify, data_of
 from undula.report.data.run_record import read_run
-from undula.state.events import CrashEvent
+from undula.state.events import CrashEvent, LostEvent
 from undula.storage import open_store
 from undula.testing.faults import parse_faults
 from undula.testing.nodes import Nodes
@@ -69,7 +69,10 @@ def test_a_sharded_model_survives_resizes_and_lost_ranks_with_the_bits_of_a_whol
     run, alone = read_run(open_store(f"{tmp_path}/sharded")), read_run(whole)
     certificate = certify(run, data_of(run), against=alone)
     assert certificate.holds, certificate.difference
-    assert run.ledger.replaced.num_rows < STEPS / 2
+    # Only the killed node costs steps. The notice, the growths and the killed process cost none.
+    (lost,) = events_in(f"{tmp_path}/sharded", LostEvent)
+    assert lost.steps == run.ledger.replaced.num_rows
+    assert (lost.step or 0) + lost.steps > 60
 
 
 @pytest.mark.soak
