@@ -37,7 +37,8 @@ def load_of(planned: Planned) -> HostLoad:
         counted.data,
         counted.spec.plan.virtual_workers,
         counted.spec.checkpoint.snapshot_every_steps != 0,
-        counted.state.split_bytes if counted.spec.sharding.stage else 0,
+        *((counted.state.split_bytes, counted.state.gradient_bytes) if counted.spec.sharding.stage else (0, 0)),
+        counted.spec.sharding.copies == "head",
     )
 
 

@@ -50,14 +50,18 @@ class ShardingSpec:
     gather: Literal["fp32", "compute"] = "fp32"
     """Format in which parameters are gathered: their own (fp32), or that of `precision.compute`, which halves the bytes. `compute` has
     other bits than the unsharded model, because whole units then compute in 16 bits, and not only the operations that autocast chooses."""
+    copies: Literal["head", "none"] = "head"
+    """Where copies of the shards are kept beside the nodes that train: in the memory of the head, where the copies of all workers need room
+    twice, or nowhere, so that the loss of a node costs the steps since the last checkpoint."""
     offload: Literal["none", "all"] = "none"
     """Shards that are kept in host memory: none, or those of the parameters and of the optimizer's state (all), so that a GPU has only what
     is gathered of them. The optimizer then steps on the CPU, whose results can have other last bits than those of a GPU."""
 
     def __post_init__(self) -> None:
-        if not self.stage and (self.units != "auto" or self.gather != "fp32" or self.offload != "none"):
+        given = (self.units, self.gather, self.copies, self.offload)
+        if not self.stage and given != ("auto", "fp32", "head", "none"):
             raise ValueError(
-                "units, gather and offload have no effect with stage=0; set stage to 1, 2 or 3, or remove them"
+                "units, gather, copies and offload have no effect with stage=0; set stage to 1, 2 or 3, or remove them"
             )
 
     @property

@@ -22,6 +22,8 @@ HEAD_BYTES = 2.0 * GIB
 """Memory of Ray's own processes, the controller and the driver on the head."""
 SLOTS = 2
 """Number of snapshots that a host holds. One of them is whole while the other one is written."""
+UPDATES = 4
+"""Number of updates that workers of a sharded model keep beside their snapshots, if the job does not set how often these are taken."""
 WINDOWS_AHEAD = 2
 """Number of shuffle windows that a worker reads ahead: one is ready, and the next one is being made."""
 BATCHES = 3
@@ -69,6 +71,10 @@ class HostLoad:
     takes_snapshots: bool = True
     split_bytes: int = 0
     """Part of the state that is split over the workers of a sharded model. Each worker holds the rest as a whole."""
+    update_bytes: int = 0
+    """Gradients that all workers of a sharded model together record of an update."""
+    sends_copies: bool = True
+    """Whether copies of the state are sent to the head in the background."""
 
     def worker_bytes(self, world_size: int) -> float:
         """Return what one of some workers holds of the state."""
@@ -81,7 +87,7 @@ class HostParts:
 
     processes: float = 0.0
     snapshots: float = 0.0
-    """The two newest snapshots, which the workers of a host share."""
+    """The two newest snapshots, which the workers of a host share, and the updates since."""
     checkpoint: float = 0.0
     """Shares of a checkpoint that is being written."""
     replicas: float = 0.0
@@ -112,10 +118,11 @@ def parts_of_host(load: HostLoad, workers: int, world_size: int) -> HostParts:
     checkpoint, own = state * workers / world_size, load.worker_bytes(world_size)
     # Workers of a sharded model write snapshots and send replicas of their own parts; otherwise one of them does it for all.
     kept = workers * own if load.split_bytes else state
-    replicas = kept if (workers == world_size or load.split_bytes) and load.takes_snapshots else 0
+    is_sent = (workers == world_size or load.split_bytes) and load.takes_snapshots and load.sends_copies
+    replicas, updates = kept * bool(is_sent), UPDATES * load.update_bytes * workers / world_size
     return HostParts(
         processes=NODE_BYTES + workers * (WORKER_BYTES + data.read_tasks * TASK_BYTES + data.loaders * LOADER_BYTES),
-        snapshots=SLOTS * kept * load.takes_snapshots,
+        snapshots=(SLOTS * kept + updates) * load.takes_snapshots,
         checkpoint=checkpoint,
         replicas=replicas,
         data=workers * rows,
@@ -134,7 +141,7 @@ def parts_of_head(load: HostLoad, is_one_host: bool) -> HostParts:
         is_one_host: Whether all workers are on one host. Only then, or if the model is sharded, are replicas sent in the background, and
             while one arrives, the head keeps the one before.
     """
-    kept = 2 if (is_one_host or load.split_bytes) and load.takes_snapshots else 1
+    kept = 2 if (is_one_host or load.split_bytes) and load.takes_snapshots and load.sends_copies else 1
     return HostParts(processes=HEAD_BYTES, replicas=(kept + 1) * load.state_bytes)
 
 

@@ -20,9 +20,6 @@ from undula.state.model_state import parameter_names
 from undula.state.optimizer_state import GROUPS, encoded_groups
 from undula.state.pieces import Piece, RankState, is_sharded, is_sharded_tensor, piece_of
 
-UPDATES = 4
-"""Number of updates that a rank keeps in the memory of its node by default: a snapshot is taken at least as often."""
-
 
 class UpdateLog:
     """Records the updates of one rank.
@@ -33,7 +30,7 @@ class UpdateLog:
         plan_digest: Digest of the run's plan.
         attempt: Number of the attempt.
         own: Folder of the rank's slots in the memory of its node; None to keep updates in this process only.
-        count: Number of updates to keep there.
+        count: Number of updates to keep there. A snapshot must be taken at least as often.
 
     Attributes:
         pending: Update whose step is not committed yet; None if there is none.
@@ -46,7 +43,7 @@ class UpdateLog:
         plan_digest: str,
         attempt: int,
         own: Path | None = None,
-        count: int = UPDATES,
+        count: int = 1,
     ):
         self._module, self._optimizer = module, optimizer
         self._plan_digest, self._attempt = plan_digest, attempt

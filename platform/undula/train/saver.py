@@ -11,13 +11,14 @@ import torch.distributed as dist
 
 from undula.errors import StorageError, SupersededError
 from undula.parallel.layout import timeout_of
+from undula.plan.host_memory import UPDATES
 from undula.recovery.live_state import LiveState
 from undula.recovery.progress import SAVE, SNAPSHOT, STORAGE_BYTES_S
 from undula.recovery.rank_snapshots import RankSnapshots, find_offers
 from undula.recovery.restore import Restored, Restorer
 from undula.recovery.snapshot import UPDATE_SLOTS, find_snapshots, folder_of, packed, parsed
 from undula.recovery.snapshot_writer import SnapshotWriter
-from undula.recovery.update_log import UPDATES, UpdateLog, can_record
+from undula.recovery.update_log import UpdateLog, can_record
 from undula.recovery.worker_state import HeldState
 from undula.state.checkpoint import Checkpointer
 from undula.state.digest import additive_digest
@@ -106,7 +107,8 @@ class StateSaver:
             digest = setup.plan_digest
             self.updates = UpdateLog(live.model, live.optimizer, digest, setup.attempt, own, every or UPDATES)
         if every != 0:
-            self.snapshots = RankSnapshots(live, writer, setup.replicas, setup.layout, self._worker, self.updates)
+            replicas = setup.replicas if setup.job.sharding.copies == "head" else None
+            self.snapshots = RankSnapshots(live, writer, replicas, setup.layout, self._worker, self.updates)
             if (
                 self.updates and start
             ):  # otherwise a rank that is lost before the first snapshot would cost the steps until then

@@ -276,7 +276,7 @@ def test_sums_of_shards_in_host_memory_are_added_up_on_the_device_of_their_proce
 
 
 def test_shards_in_host_memory_of_no_sharded_model_are_refused() -> None:
-    with pytest.raises(ValidationError, match="units, gather and offload have no effect with stage=0"):
+    with pytest.raises(ValidationError, match="units, gather, copies and offload have no effect with stage=0"):
         ShardingSpec(0, offload="all")
 
 

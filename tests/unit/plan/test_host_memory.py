@@ -93,6 +93,10 @@ def test_workers_of_a_sharded_model_have_snapshots_and_replicas_of_their_own_par
     assert parts.replicas == 2 * own, "also if there are workers on other hosts"
     assert parts.checkpoint == GIB / 4
     assert parts_of_head(load, is_one_host=False).replicas == 3 * GIB
+    more = replace(load, update_bytes=GIB // 4, sends_copies=False)
+    assert parts_of_host(more, 2, 8).snapshots == parts.snapshots + 4 * GIB / 4 / 4
+    assert parts_of_host(more, 2, 8).replicas == 0
+    assert parts_of_head(more, is_one_host=False).replicas == 2 * GIB
 
 
 def test_a_host_without_room_for_snapshots_trains_without_them() -> None:
