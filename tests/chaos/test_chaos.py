@@ -28,11 +28,13 @@ at step 110: sigkill worker 0
 pytestmark = pytest.mark.timeout(900)
 
 
-def assert_unchanged_by(faults: Sequence[Fault], spot: Nodes, text: str, runs: str) -> str:
+def assert_unchanged_by(
+    faults: Sequence[Fault], spot: Nodes, text: str, runs: str, overrides: Sequence[str] = ()
+) -> str:
     """Train under faults until all of them have taken place, compare the run with one without faults, and return its URL."""
     url = f"{runs}/chaos"
     # On a busy machine, snapshots that measure their own cost would be so rare that checkpoints are newer.
-    settings = (*ENDLESS, "checkpoint.snapshot_every_steps=2")
+    settings = (*ENDLESS, "checkpoint.snapshot_every_steps=2", *overrides)
     chaos = run_through(faults, spot, command(text, runs, "chaos", *settings), url, STEPS_AFTER)
     assert len(chaos.injected) == len(faults)
     steps = steps_of(url)
@@ -47,8 +49,11 @@ def test_no_fault_changes_the_run(spot: Nodes, text: str, tmp_path: Path) -> Non
 
 
 @pytest.mark.soak
+@pytest.mark.parametrize("overrides", [[], ["sharding.stage=3"]], ids=["whole", "sharded"])
 @pytest.mark.parametrize("seed", [0, 1, 2])
-def test_random_faults_do_not_change_the_run(spot: Nodes, text: str, tmp_path: Path, seed: int) -> None:
+def test_random_faults_do_not_change_the_run(
+    spot: Nodes, text: str, tmp_path: Path, seed: int, overrides: list[str]
+) -> None:
     chance = random.Random(seed)
     faults: list[Fault] = []
     alive, added = [0, 1], 2
@@ -61,4 +66,4 @@ def test_random_faults_do_not_change_the_run(spot: Nodes, text: str, tmp_path: P
         faults += [Fault(action, at_step=at_step, target=alive.pop(target)), Fault(Action.ADD, at_step=at_step)]
         alive.append(added)
         added += 1
-    assert_unchanged_by(faults, spot, text, str(tmp_path))
+    assert_unchanged_by(faults, spot, text, str(tmp_path), overrides)
