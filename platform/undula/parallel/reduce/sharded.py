@@ -3,7 +3,6 @@
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import NoReturn
 
 import torch
 import torch.distributed as dist
@@ -77,6 +76,7 @@ class ShardedAccumulator(Accumulator):
         self._computed_now: set[nn.Parameter] = set()
         """Those of which the present backward pass has computed a gradient."""
         self._counts = False
+        self._present_pass = _Pass()
         self._all = list(module.parameters())
         """All sharded parameters. Torch can set zeros as the gradient also of one that no longer requires a gradient."""
         make = InterleavedUnitSum if layout.interleaves and layout.num_cells > 1 else UnitSum
@@ -84,7 +84,7 @@ class ShardedAccumulator(Accumulator):
             Unit(part, places, make(layout, virtual_workers, sent_as, offloads)) for part, places in _units_of(module)
         ]
         self._hooks: list[RemovableHandle] = [
-            parameter.register_hook(_refuse)  # type: ignore[no-untyped-call]
+            parameter.register_hook(self._present_pass.refuse)  # type: ignore[no-untyped-call]
             for parameter in self.parameters
         ]
         self._whole: dict[Tensor, tuple[nn.Parameter, int]] = {}
@@ -117,7 +117,7 @@ class ShardedAccumulator(Accumulator):
     def before_backward(self, micro_batch: MicroBatch, is_last: bool) -> None:
         place, is_last_of_place = self._passes.pop(0)
         self._end_leaves(place)
-        self._counts = micro_batch.samples > 0
+        self._counts, self._present_pass.is_open = micro_batch.samples > 0, True
         self._computed_now.clear()
         self._free()
         for unit in self._units:
@@ -125,7 +125,7 @@ class ShardedAccumulator(Accumulator):
 
     def after_backward(self) -> None:
         """Replace the gradients that torch has left, which count for nothing. A change by the script of those in their place is noticed."""
-        self._counts = False
+        self._counts = self._present_pass.is_open = False
         self._require_unchanged()
         for unit in self._units:
             unit.sum.end_pass()
@@ -216,13 +216,21 @@ class ShardedAccumulator(Accumulator):
         return {parameter for parameter, flag in zip(self.parameters, flags.tolist(), strict=True) if flag}
 
 
-def _refuse(gradient: Tensor) -> NoReturn:
-    """Refuse a gradient of a shard itself, beside which that of the whole parameter would be lost.
+@dataclass
+class _Pass:
+    """State of a backward pass that hooks of parameters need. It does not refer to the parameters, which could then stay in memory."""
 
-    Raises:
-        UsageError: Always.
-    """
-    raise UsageError(PROBLEM_OF_SHARDS)
+    is_open: bool = False
+    """Whether `step.backward()` runs it."""
+
+    def refuse(self, gradient: Tensor) -> None:
+        """Refuse a gradient of a shard itself, which would be lost beside that of the whole parameter.
+
+        Raises:
+            UsageError: The loss of a batch has such a gradient.
+        """
+        if self.is_open:
+            raise UsageError(PROBLEM_OF_SHARDS)
 
 
 def _units_of(module: nn.Module) -> Iterator[tuple[FSDPModule, list[Place]]]:
