@@ -41,10 +41,15 @@ class Sharded:
     """Samples of a micro-batch. A virtual worker has two samples."""
     compute: Compute = "fp32"
     keep: str = "all"
+    gather: str = "fp32"
     virtual_workers: int = 4
 
     def __str__(self) -> str:
-        return f"{self.name}-{self.stage}-{self.micro_batch}-{self.compute}-{self.keep}"
+        return f"{self.name}-{self.stage}-{self.micro_batch}-{self.compute}-{self.keep}-{self.gather}"
+
+    @property
+    def sharding(self) -> ShardingSpec:
+        return ShardingSpec(self.stage, gather=self.gather)  # type: ignore[arg-type]
 
     @property
     def plan(self) -> PlanSpec:
@@ -81,7 +86,7 @@ def measured(rank: int, world_size: int, case: Sharded) -> Measured:
             rank,
             world_size,
             case.plan.virtual_workers,
-            sharding=ShardingSpec(case.stage),  # type: ignore[arg-type]
+            sharding=case.sharding,
             compute=case.compute,
         )
         keep_activations(module, ActivationsSpec(keep=case.keep))

@@ -104,6 +104,8 @@ class PassCount:
     """What both passes compute."""
     marks: tuple[Mark, ...] = ()
     """Where units begin and end in the passes of a first micro-batch, if the model is to be sharded."""
+    gathered_share: float = 1.0
+    """Bytes of a gathered parameter, relative to its own."""
 
 
 def extrapolated(one: PassCount, other: PassCount, samples: int) -> PassCount:
@@ -112,12 +114,13 @@ def extrapolated(one: PassCount, other: PassCount, samples: int) -> PassCount:
     values = {
         field.name: max(round(before + share * (after - before)), 0)
         for field in fields(PassCount)
-        if field.name not in ("work", "marks")
+        if field.name not in ("work", "marks", "gathered_share")
         for before, after in [(getattr(one, field.name), getattr(other, field.name))]
     }
     work = one.work * (1 - share) + other.work * share
     marks = extrapolated_marks(one.marks, other.marks, share)
-    return PassCount(**values, work=Work(*(max(term, 0.0) for term in work.terms)), marks=marks)
+    work = Work(*(max(term, 0.0) for term in work.terms))
+    return PassCount(**values, work=work, marks=marks, gathered_share=one.gathered_share)
 
 
 @dataclass(frozen=True)

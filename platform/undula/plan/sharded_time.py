@@ -53,7 +53,7 @@ def copied_bytes(state: StateCount, passes: PassCount, division: Division) -> fl
     rounds = -(-division.virtual_workers // ranks)
     gradient = sum(unit.gradient_shard_bytes(ranks) for unit in state.units)
     whole, parameters = gradient * ranks, sum(unit.shard_bytes(ranks) for unit in state.units) * ranks
-    gathered = 2 * parameters * (2 * rounds * division.micro_batches if stage == 3 else 1)
+    gathered = 2 * parameters * passes.gathered_share * (2 * rounds * division.micro_batches if stage == 3 else 1)
     flat = 2 * whole * rounds * division.micro_batches + 3 * whole * rounds * (division.micro_batches - 1)
     # In stages 2 and 3, the slices of all ranks are stacked, copied and added up after each turn.
     summed = 7 * whole * rounds if stage >= 2 and ranks > 1 else 3 * whole * (rounds - 1)

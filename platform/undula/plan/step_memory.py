@@ -80,7 +80,8 @@ def _passes(rank: int, division: Division) -> tuple[ShardedPass, ...]:
 
 
 def _replayed(state: StateCount, passes: PassCount, division: Division, each: ShardedPass) -> ReplayedPass:
-    replay = Replay(state.units, division.world_size, division.stage, each.sums, each.is_first, each.is_last)
+    share = passes.gathered_share
+    replay = Replay(state.units, division.world_size, division.stage, each.sums, each.is_first, each.is_last, share)
     return replay.run(passes.marks)
 
 

@@ -125,6 +125,7 @@ class Replay:
         sums: Sums of gradients.
         is_first: Whether the pass is the first one of a step. In stages 1 and 2, it leaves the units gathered for the others.
         is_last: Whether it is the last one.
+        gathered_share: Bytes of a gathered parameter, relative to its own.
     """
 
     units: Sequence[UnitCount]
@@ -133,6 +134,7 @@ class Replay:
     sums: PassSums
     is_first: bool
     is_last: bool
+    gathered_share: float = 1.0
     sent_bytes: int = 0
     gathers: int = 0
     _whole: set[int] = field(default_factory=set)
@@ -179,7 +181,8 @@ class Replay:
         )
 
     def _shard_bytes(self, unit: int) -> int:
-        return self.units[unit].shard_bytes(self.ranks)
+        """Return the bytes of a rank's shard of a unit, in the format in which it is gathered."""
+        return int(self.units[unit].shard_bytes(self.ranks) * self.gathered_share)
 
     def _gathered_bytes(self, unit: int) -> int:
         return self.ranks * self._shard_bytes(unit)
@@ -187,9 +190,9 @@ class Replay:
     def _flat_bytes(self, unit: int) -> int:
         return self.ranks * self.units[unit].gradient_shard_bytes(self.ranks)
 
-    def _note(self, mark: Mark, held: float, more: float = 0.0) -> None:
-        """Note what is held at a moment: by the pass of the whole model, and further gradients."""
-        gathered = sum(map(self._gathered_bytes, self._whole)) + sum(self._received.values()) + self._copied
+    def _note(self, mark: Mark, held: float, more: float = 0.0, converted: int = 0) -> None:
+        """Note what is held at a moment: by the pass of the whole model, further gradients, and a converted shard."""
+        gathered = sum(map(self._gathered_bytes, self._whole)) + sum(self._received.values()) + self._copied + converted
         moment = PassMoment(held, gathered, self._flat + self._zeros + self._summed + more)
         if mark.is_backward not in self._most or moment.total > self._most[mark.is_backward].total:
             self._most[mark.is_backward] = moment
@@ -201,7 +204,8 @@ class Replay:
         self._received[unit] = self._gathered_bytes(unit) if self.ranks > 1 else 0
         self.sent_bytes += (self.ranks - 1) * self._shard_bytes(unit)
         self.gathers += 1
-        self._note(mark, mark.bytes)
+        # A rank converts its shard before it sends it.
+        self._note(mark, mark.bytes, converted=self._shard_bytes(unit) if self.gathered_share < 1 else 0)
 
     def _copy_out(self, mark: Mark, in_forward: bool) -> None:
         """Copy what was received of a unit to its parameters."""

@@ -67,6 +67,12 @@ def test_a_unit_is_gathered_for_each_pass_in_stage_3_and_once_a_step_otherwise()
     assert replayed(2, is_first=False).sent_bytes == 0
 
 
+def test_a_unit_in_16_bits_is_half_as_large_and_converted_before_it_is_sent() -> None:
+    half = Replay(UNITS, 2, 3, PassSums(0.0, 0.0), True, True, gathered_share=0.5).run(MARKED.marks)
+    assert half.sent_bytes == replayed(3).sent_bytes / 2
+    assert half.forward.gathered == (40 + 100 + 100) / 2 + 100 / 4, "the shard of the second unit"
+
+
 def test_the_next_unit_is_received_while_one_computes_its_gradient() -> None:
     begun = replayed(3, each=[*FORWARD, *BACKWARD[:2]]).backward
     assert begun.gathered == 40 + 100 + 100, "the rest, and the unit before and after it is copied"

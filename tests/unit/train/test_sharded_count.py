@@ -27,6 +27,9 @@ CASES = [
     *(Sharded(name, stage, micro_batch) for name in SHARDED for stage in (1, 2, 3) for micro_batch in (2, 1)),
     *(Sharded(GPT, 3, 1, "bf16", keep) for keep in ("none", "sqrt", "selective")),
     Sharded(ODD, 2, 2, "bf16", "sqrt"),
+    *(Sharded(GPT, stage, 1, "bf16", keep, "compute") for stage, keep in ((3, "all"), (1, "all"), (3, "sqrt"))),
+    Sharded(ODD, 2, 2, "bf16", "all", "compute"),
+    Sharded(ODD, 3, 2, "fp32", "all", "compute"),
 ]
 
 
@@ -37,7 +40,7 @@ def job_of(train: Trained, folder: Path, case: Sharded, sharding: ShardingSpec |
         plan=case.plan,
         precision=PrecisionSpec(compute=case.compute),
         activations=ActivationsSpec(keep=case.keep),
-        sharding=sharding or ShardingSpec(case.stage),  # type: ignore[arg-type]
+        sharding=sharding or case.sharding,
         script_data=script_data(train.data(), None, None, 0, {}),  # type: ignore[arg-type]
     )
 
@@ -128,9 +131,9 @@ class _ByHand(nn.Module):
     [
         (_ByHand, ShardingSpec(), r"the script shards with fully_shard\(\) is not counted; leave the sharding to sh"),
         (
-            SHARDED[GPT].make_model,
+            lambda: SHARDED[GPT].make_model().to(torch.bfloat16),
             ShardingSpec(3, gather="compute"),
-            r"gather=compute is not counted; count the job with",
+            "compute is counted only for models whose parameters all are float32",
         ),
         (
             SHARDED[GPT].make_model,

@@ -19,7 +19,7 @@ from undula.parallel.layout import Layout
 from undula.parallel.materialize import is_on_meta, materialize
 from undula.parallel.precision import Autocast, dtype_of
 from undula.parallel.sharding import set_up_optimizer
-from undula.parallel.spec import ActivationsSpec, ShardingSpec
+from undula.parallel.spec import ActivationsSpec
 from undula.parallel.units import units_of
 from undula.plan.host_memory import NO_DATA, DataCount
 from undula.plan.memory import PassCount, StateCount
@@ -161,13 +161,17 @@ class CountingSession(LocalSession):
             self._live.add(tensor)
         self._placed(storage_bytes(tensors))
         job = replace(self.job, activations=ActivationsSpec(), precision=FP32)
-        placed = place_model(
-            module, job, self.plan, self.setup.layout, lambda module, layout: _CountedEngine(layout, sharding)
-        )
         if sharding.stage:
             self._marks = UnitMarks(module, units, self._live)
             self._stack.callback(self._marks.remove)
-        return placed
+        give = self._marks.give_gradients if self._marks else _give_nothing
+        return place_model(
+            module,
+            job,
+            self.plan,
+            self.setup.layout,
+            lambda module, layout: _CountedEngine(layout, sharding.stage > 0, give),
+        )
 
     def loop(
         self, parts: ScriptParts, validate: ValidationFunction | None, after_step: AfterStep | None
@@ -176,17 +180,22 @@ class CountingSession(LocalSession):
         return self._loop
 
 
+def _give_nothing() -> None:
+    """Do nothing, because all gradients are there."""
+
+
 class _CountedEngine(Engine):
     """Engine of a rank alone, without the buffers of the sum over the virtual workers, whose size follows from that of the gradient.
 
     Args:
         layout: Layout of the rank.
-        sharding: Sharding of the model in a run. Here it stays whole.
+        is_sharded: Whether the model is sharded in a run. Here it stays whole.
+        give_gradients: Function that completes the gradients of a step.
     """
 
-    def __init__(self, layout: Layout, sharding: ShardingSpec):
+    def __init__(self, layout: Layout, is_sharded: bool, give_gradients: Callable[[], None]):
         super().__init__(layout)
-        self._is_sharded = sharding.stage > 0
+        self._is_sharded, self._give_gradients = is_sharded, give_gradients
 
     def prepare(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         """Accept an optimizer, which computes as that of a sharded model does if the model is to be sharded."""
@@ -203,6 +212,7 @@ class _CountedEngine(Engine):
         self, samples: int, *, max_norm: float | None = None, loss_scale: float | None = None
     ) -> tuple[Tensor, Tensor]:
         """Leave the gradients as they are: a norm takes little memory, and its rounding depends on values."""
+        self._give_gradients()
         return torch.ones((), device="cpu"), torch.zeros((), device="cpu")
 
 
@@ -235,7 +245,7 @@ class CountingLoop(RehearsalLoop):
     ):
         super().__init__(session.setup, parts)
         setup = session.setup
-        self._marks = marks
+        self._marks, self._gathers_16_bits = marks, session.job.sharding.gather == "compute"
         self.boundary = self._own_boundary = _NoBoundary(setup, self.model, parts.state, self.attempt, self.saver)
         self._settings, self._live, self._fakes = settings, live, fakes
         self.passes: dict[Setting, PassCount] = {}
@@ -286,10 +296,13 @@ class CountingLoop(RehearsalLoop):
     @contextmanager
     def _applied(self, setting: Setting) -> Iterator[None]:
         """Let the model keep activations and compute as a setting says."""
-        engine = self.model.engine
-        undo = keep_activations(engine.module, setting.activations, self._marks is not None)
-        dtype = dtype_of(setting.compute)
-        autocast = Autocast(engine.module, self._setup.layout.device, dtype) if dtype else None
+        engine, marks = self.model.engine, self._marks
+        undo = keep_activations(engine.module, setting.activations, marks is not None)
+        dtype, autocast = dtype_of(setting.compute), None
+        if marks and self._gathers_16_bits:
+            marks.gather_in(dtype)
+        elif dtype:
+            autocast = Autocast(engine.module, self._setup.layout.device, dtype)
         try:
             yield
         finally:
@@ -386,5 +399,6 @@ class _CountedStep(Step):
                 backward,
                 live.work,
                 self._marks.end() if self._marks else (),
+                self._marks.gathered_share if self._marks else 1.0,
             )
         )

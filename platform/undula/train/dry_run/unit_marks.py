@@ -6,13 +6,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from undula.parallel.materialize import is_on_meta, own_layers, problem_of_meta
 from undula.parallel.sharding import problem_of_sharding
 from undula.parallel.spec import ShardingSpec
 from undula.plan.unit_pass import REST, Mark, MarkKind, SplitTensor, UnitCount
 from undula.state.pieces import is_sharded
+from undula.train.dry_run.gathered import GatheredCopies
 from undula.train.dry_run.storages import LiveStorages, storage_bytes
 
 
@@ -33,12 +34,22 @@ class UnitMarks:
         self._parts = [module, *(unit for unit in units if unit is not module)]
         self._hooks = [hook for number, part in enumerate(self._parts) for hook in self._hooked(number, part)]
         self.in_backward = False
+        self._dtype: torch.dtype | None = None
+        """Type in which units are gathered and to which their inputs are converted; None for that of the parameters."""
+        self._copies: GatheredCopies | None = None
+        self._made: dict[torch.dtype, GatheredCopies] = {}
+        """Copies of each type. The graph of an earlier loss can keep them in memory, so new ones would change what is alive."""
         self._marks: list[tuple[int, MarkKind, bool, int, int]] = []
         """Unit, kind, whether the backward pass has begun, bytes alive, and the gradient of the unit."""
         self._peaks: list[int] = []
         """Most bytes alive before each mark, since the one before."""
         self._began: set[int] = set()
         self._ended: set[int] = set()
+
+    @property
+    def gathered_share(self) -> float:
+        """Bytes of a gathered parameter, relative to its own."""
+        return self._dtype.itemsize / torch.float32.itemsize if self._dtype else 1.0
 
     def remove(self) -> None:
         """Remove the hooks from the module."""
@@ -49,6 +60,17 @@ class UnitMarks:
         """Return the parameters of the units, those of the rest of the module first, with the state of their optimizer."""
         every = [dict.fromkeys(self._own(unit)) for unit in range(len(self._parts))]
         return tuple(UnitCount(tuple(_split(each, state.get(each, {})) for each in own)) for own in every)
+
+    def gather_in(self, dtype: torch.dtype | None) -> None:
+        """Let the next passes gather units in a floating-point type; None for that of the parameters."""
+        if dtype and dtype not in self._made:
+            self._made[dtype] = GatheredCopies(self._parts[REST], dtype)
+        self._dtype, self._copies = dtype, self._made[dtype] if dtype else None
+
+    def give_gradients(self) -> None:
+        """Give the parameters gradients, if their gathered copies had some instead."""
+        if self._copies:
+            self._copies.give_gradients()
 
     def begin(self) -> None:
         """Begin a pass."""
@@ -66,6 +88,8 @@ class UnitMarks:
         for (unit, kind, is_backward, held, gradient), most in zip(self._marks, peaks, strict=True):
             now, freed = freed, freed + gradient
             marks.append(Mark(unit, kind, is_backward, held - before - now, most - before - freed, gradient))
+        if self._copies:
+            self._copies.put_back()
         return tuple(marks)
 
     def _mark(self, unit: int, kind: MarkKind) -> None:
@@ -88,25 +112,31 @@ class UnitMarks:
         yield part.register_forward_hook(partial(self._after_forward, number))
 
     def _before_forward(self, unit: int, part: nn.Module, args: Any, kwargs: Any) -> Any:
-        self._mark(unit, "forward")
-        if not torch.is_grad_enabled() or self.in_backward:
-            return None
-        self._began.add(unit)
         leaves, structure = tree_flatten((args, kwargs))
-        places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.requires_grad]
+        leaves = [_converted(leaf, self._dtype) for leaf in leaves]
+        self._mark(unit, "forward")
+        places = []
+        if torch.is_grad_enabled() and not self.in_backward:
+            self._began.add(unit)
+            if self._copies and unit == REST:
+                self._copies.put_in()
+            places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.requires_grad]
         if not places:
-            return None
+            return tree_unflatten(leaves, structure) if self._dtype else None
         passed = _Passed.apply(partial(self._mark, unit, "backward end"), *(leaves[place] for place in places))  # type: ignore[no-untyped-call]
         for place, tensor in zip(places, passed, strict=True):
             leaves[place] = tensor
         return tree_unflatten(leaves, structure)
 
-    def _after_forward(self, unit: int, part: nn.Module, args: Any, output: Any) -> None:
+    def _after_forward(self, unit: int, part: nn.Module, args: Any, output: Any) -> Any:
         self._mark(unit, "forward end")
         if not self.in_backward and torch.is_grad_enabled():
             for tensor in tree_leaves(output):
                 if isinstance(tensor, Tensor) and tensor.requires_grad:
                     tensor.register_hook(lambda _: self._mark(unit, "backward"))  # type: ignore[no-untyped-call]
+        if unit == REST and self._dtype:
+            return tree_map(lambda leaf: _converted(leaf, torch.float32), output)
+        return None
 
 
 class _Passed(torch.autograd.Function):
@@ -132,14 +162,19 @@ def uncounted_sharding(module: nn.Module, spec: ShardingSpec) -> str | None:
         )
     if not spec.stage:
         return None
-    if spec.gather == "compute":
+    dtypes = {parameter.dtype for parameter in module.parameters()}
+    if spec.gather == "compute" and dtypes != {torch.float32}:
         return (
-            "sharding.gather=compute is not counted; count the job with sharding.gather=fp32, which gathers more bytes and computes with "
-            "autocast"
+            "sharding.gather=compute is counted only for models whose parameters all are float32; convert them, or count the job with "
+            "sharding.gather=fp32"
         )
     if is_on_meta(module) and (problem := problem_of_meta(module)):
         return problem
     return problem_of_sharding(module, spec)
+
+
+def _converted(leaf: Any, dtype: torch.dtype | None) -> Any:
+    return leaf.to(dtype) if dtype and isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf
 
 
 def _split(parameter: nn.Parameter, state: Mapping[str, Any]) -> SplitTensor:
