@@ -13,7 +13,7 @@ import psutil
 import pytest
 import torch
 import torch.distributed as dist
-from feature_scripts import Loop, adamw
+from feature_scripts import Loop, adamw, of_name
 from features import FEATURES, SCALE_INTERVAL, Feature
 from numbers_job import cpu_run
 from ranks import forks
@@ -53,7 +53,12 @@ def wide() -> nn.Module:
     return nn.Sequential(nn.Linear(1, 240), nn.Tanh(), nn.Linear(240, 240), nn.Tanh(), nn.Linear(240, 1))
 
 
-SCRIPTS = {**FEATURES, "wide": Feature(Loop(wide, adamw), {"sharding": ShardingSpec(3)})}
+FP16 = FEATURES["fp16, sharded in stage 3"]
+SCRIPTS = {
+    **FEATURES,
+    "fp16 and lamb": replace(FP16, train=replace(FP16.train, optimize=of_name("lamb")), like=None),  # type: ignore[type-var]
+    "wide": Feature(Loop(wide, adamw), {"sharding": ShardingSpec(3)}),
+}
 """Rows that workers can train, by name."""
 
 

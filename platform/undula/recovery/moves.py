@@ -23,6 +23,8 @@ UNDER_WAY = 3
 """Maximum number of chunks that a rank sends or receives at a time."""
 Held: TypeAlias = Mapping[str, Iterable[Box]]
 """Boxes that a source holds, by name of the tensor."""
+Dtypes: TypeAlias = Mapping[str, torch.dtype]
+"""Dtypes of the tensors of a state as its sources have them, by name."""
 Part: TypeAlias = tuple[str, Box]
 """Name of a tensor, and a box of it."""
 
@@ -59,19 +61,20 @@ def lacking(rank: int, wanted: Mapping[str, Box], sources: Sequence[Held]) -> li
     return needed
 
 
-def moves_to(rank: int, needed: Iterable[tuple[int, Part]], element_bytes: Mapping[str, int]) -> list[Move]:
+def moves_to(rank: int, needed: Iterable[tuple[int, Part]], dtypes: Dtypes) -> list[Move]:
     """Group what a rank needs into moves of at most CHUNK_BYTES each.
 
     Args:
         rank: Number of the rank.
         needed: Result of `lacking`.
-        element_bytes: Size of an element of each tensor in bytes.
+        dtypes: Dtypes of the tensors.
     """
     chunks: dict[int, list[list[Part]]] = {}
     filled: dict[int, int] = {}
     for source, (name, box) in needed:
-        for part in split(box, CHUNK_BYTES // element_bytes[name]):
-            num_bytes = elements(part) * element_bytes[name]
+        size = dtypes[name].itemsize
+        for part in split(box, CHUNK_BYTES // size):
+            num_bytes = elements(part) * size
             if source not in chunks or filled[source] + num_bytes > CHUNK_BYTES:
                 chunks.setdefault(source, []).append([])
                 filled[source] = 0
@@ -100,9 +103,9 @@ def packed_parts(states: Sequence[RankState], parts: Sequence[Part]) -> Tensor:
     return flat
 
 
-def unpack_parts(flat: Tensor, parts: Sequence[Part], targets: Mapping[str, Piece]) -> None:
-    """Copy parts that `packed_parts` has packed into the pieces of a rank."""
-    kinds = [(targets[name].tensor.dtype, box[1]) for name, box in parts]
+def unpack_parts(flat: Tensor, parts: Sequence[Part], targets: Mapping[str, Piece], dtypes: Dtypes) -> None:
+    """Copy parts that `packed_parts` has packed into the pieces of a rank, which may have other dtypes than the source."""
+    kinds = [(dtypes[name], box[1]) for name, box in parts]
     for (name, box), place in zip(parts, _places(flat, kinds), strict=True):
         copy_overlap(box, place, targets[name])
 
@@ -112,6 +115,7 @@ def exchange(
     moves: Iterable[Move],
     states: Sequence[RankState],
     targets: Mapping[str, Piece],
+    dtypes: Dtypes,
     group: dist.ProcessGroup,
     progress: Callable[[], None],
 ) -> None:
@@ -122,6 +126,7 @@ def exchange(
         moves: Moves of all ranks, whose sources are ranks.
         states: Parts of the state that this rank holds.
         targets: Pieces that this rank restores.
+        dtypes: Dtypes of the tensors.
         group: Process group of the ranks, which must support CPU tensors.
         progress: Function that is called before each move.
     """
@@ -132,7 +137,7 @@ def exchange(
         progress()
         work.wait()
         if move.rank == rank:
-            unpack_parts(flat, move.parts, targets)
+            unpack_parts(flat, move.parts, targets, dtypes)
 
     for move in in_common_order(moves):
         if rank not in (move.source, move.rank):
@@ -143,7 +148,7 @@ def exchange(
             flat = packed_parts(states, move.parts)
             work = dist.isend(flat, group=group, group_dst=move.rank)
         else:
-            kinds = [targets[name].tensor.new_empty(box[1], device="meta") for name, box in move.parts]
+            kinds = [torch.empty(box[1], dtype=dtypes[name], device="meta") for name, box in move.parts]
             flat = torch.empty(sum(map(aligned_bytes, kinds)), dtype=torch.uint8, device="cpu")
             work = dist.irecv(flat, group=group, group_src=move.source)
         assert work is not None

@@ -74,7 +74,9 @@ class Offer:
         for update in self.updates:
             if update.age <= age:
                 state = replayed(state, update.load(), type(optimizer), device)
-        return state
+        base = self.base.holding
+        pieces = {name: piece for name, piece in state.pieces.items() if base is None or name in base.boxes}
+        return RankState(pieces, state.values)
 
 
 def usable(offers: Iterable[Offer], optimizer: torch.optim.Optimizer) -> list[Offer]:

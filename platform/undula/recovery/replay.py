@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from undula.state.boxes import Box, whole_box
 from undula.state.model_state import MODEL
 from undula.state.optimizer_state import ENTRIES, GROUPS, STATE, optimizer_state
-from undula.state.pieces import Holding, Piece, RankState, Shape
+from undula.state.pieces import Holding, Piece, RankState, Shape, piece_of
 from undula.state.values import decode
 
 GRADIENT, TRUST = "update.gradient.", "update.trust."
@@ -100,6 +100,8 @@ def _state_of(
     found = {MODEL + name: parameter.detach() for name, parameter in parameters.items()}
     found |= {name: value for name, value in described.items() if isinstance(value, Tensor)}
     pieces = {name: replace(piece, tensor=found.get(name, piece.tensor)) for name, piece in kept.items()}
+    # What the optimizer has made in this update, which the next one needs, is no part of what this rank offers.
+    pieces |= {name: piece_of(tensor) for name, tensor in found.items() if name not in kept}
     return RankState(pieces, {**before.values, ENTRIES: described[ENTRIES], GROUPS: described[GROUPS]})
 
 

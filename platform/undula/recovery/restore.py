@@ -15,7 +15,7 @@ from undula.errors import RunError
 from undula.parallel.layout import Layout
 from undula.recovery.leavers import Common, Leavers
 from undula.recovery.live_state import LiveState, Targets
-from undula.recovery.moves import Held, Move, exchange, lacking, moves_to, unpack_parts
+from undula.recovery.moves import Dtypes, Held, Move, exchange, lacking, moves_to, unpack_parts
 from undula.recovery.offers import Answers, Offer, boxes_of, chosen, newest_complete, origin_of, usable
 from undula.recovery.progress import MEMORY_BYTES_S, STARTING, STORAGE_BYTES_S, Phase
 from undula.recovery.snapshot import NEVER, Age
@@ -24,7 +24,7 @@ from undula.state.checkpoint import Checkpointer
 from undula.state.checkpoint_files import table_of
 from undula.state.commit import Commit
 from undula.state.model_state import beside_model_and_optimizer
-from undula.state.pieces import Piece, RankState, copy_overlap
+from undula.state.pieces import Piece, RankState, Table, copy_overlap, dtype_named
 from undula.state.records import StepRow
 
 BUCKET_BYTES = 32 * 2**20
@@ -150,9 +150,10 @@ class Restorer:
         if is_whole and all(used[:size]):
             targets.copy_whole(states[0])
         elif is_whole and self.live.is_whole:
-            self._broadcast(targets, states, next(source for source, of_source in enumerate(used) if of_source))
+            holder = next(source for source, of_source in enumerate(used) if of_source)
+            self._broadcast(targets, states, holder, _dtypes(expected))
         else:
-            self._gather(targets, states, [boxes_of(of_source, expected) for of_source in used])
+            self._gather(targets, states, [boxes_of(of_source, expected) for of_source in used], _dtypes(expected))
         targets.load(values)
         origin = origin_of(given[:1] if is_whole else given)
         return Restored(age[1], age[0], origin, rows, beside_model_and_optimizer(values))
@@ -178,7 +179,7 @@ class Restorer:
         found: Common = common[0]
         return found
 
-    def _broadcast(self, targets: Targets, states: Sequence[RankState], holder: int) -> None:
+    def _broadcast(self, targets: Targets, states: Sequence[RankState], holder: int, dtypes: Dtypes) -> None:
         """Copy a whole state to all ranks, from the first source that has it."""
         layout, source = self.layout, holder
         if holder >= layout.world_size:
@@ -186,7 +187,7 @@ class Restorer:
             if layout.rank == source:
                 wanted = {name: piece.box for name, piece in targets.distinct.items()}
                 needed = [(holder, part) for part in wanted.items()]
-                self._fetch(moves_to(source, needed, _element_bytes(targets.pieces)), targets.pieces)
+                self._fetch(moves_to(source, needed, dtypes), targets.pieces, dtypes)
         elif layout.rank == source:
             targets.copy_whole(states[0])
         for bucket in _buckets(targets.pieces):
@@ -199,7 +200,7 @@ class Restorer:
                 for piece, part in zip(pieces, torch.split(flat, [piece.numel() for piece in pieces]), strict=True):
                     piece.copy_(part.view(piece.shape))
 
-    def _gather(self, targets: Targets, states: Sequence[RankState], sources: Sequence[Held]) -> None:
+    def _gather(self, targets: Targets, states: Sequence[RankState], sources: Sequence[Held], dtypes: Dtypes) -> None:
         """Copy a state of which ranks need parts: what this rank has itself, and then what it lacks from those that have it."""
         layout, pieces = self.layout, targets.distinct
         for state in reversed(states):
@@ -208,26 +209,26 @@ class Restorer:
                     copy_overlap(held.box, held.tensor, target)
         wanted = {name: piece.box for name, piece in pieces.items()}
         needed = lacking(layout.rank, wanted, sources)
-        own = moves_to(layout.rank, needed, _element_bytes(pieces))
+        own = moves_to(layout.rank, needed, dtypes)
         of_ranks: list[Any] = [None] * layout.world_size
         among = [move for move in own if move.source < layout.world_size]
         dist.all_gather_object(of_ranks, among, group=layout.control)
         moves = [move for moves in of_ranks for move in moves]
-        exchange(layout.rank, moves, states, pieces, layout.control, lambda: self.enter(STARTING, 0.0))
-        self._fetch([move for move in own if move.source >= layout.world_size], pieces)
+        exchange(layout.rank, moves, states, pieces, dtypes, layout.control, lambda: self.enter(STARTING, 0.0))
+        self._fetch([move for move in own if move.source >= layout.world_size], pieces, dtypes)
 
-    def _fetch(self, moves: Sequence[Move], pieces: Mapping[str, Piece]) -> None:
+    def _fetch(self, moves: Sequence[Move], pieces: Mapping[str, Piece], dtypes: Dtypes) -> None:
         """Get parts of a state from workers that leave."""
         if moves:
             assert self.leavers is not None
             asked = [(move.source - self.layout.world_size, move.parts) for move in moves]
             for (_, parts), flat in zip(asked, self.leavers.parts(asked), strict=True):
                 self.enter(STARTING, 0.0)
-                unpack_parts(flat, parts, pieces)
+                unpack_parts(flat, parts, pieces, dtypes)
 
 
-def _element_bytes(pieces: Mapping[str, Piece]) -> dict[str, int]:
-    return {name: piece.tensor.itemsize for name, piece in pieces.items()}
+def _dtypes(expected: Table) -> dict[str, torch.dtype]:
+    return {name: dtype_named(spec.dtype) for name, spec in expected.items()}
 
 
 def _flat_like(pieces: Sequence[torch.Tensor]) -> torch.Tensor:

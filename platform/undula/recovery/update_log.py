@@ -55,6 +55,7 @@ class UpdateLog:
         self._next = 0
         self._places: dict[nn.Parameter, Piece] = {}
         """Piece of each parameter, whose gradient has the same place."""
+        self._ratios: list[Tensor] = []
         self.pending: HeldState | None = None
 
     def record(self, before: int, done: int, applies: bool) -> None:
@@ -77,8 +78,10 @@ class UpdateLog:
                 gradient = _local(parameter.grad).detach()
                 present.append(name)
             pieces[GRADIENT + name] = Piece(gradient, place.shape, place.offsets, place.is_replicated)
-        ratios = self._optimizer.settled if isinstance(self._optimizer, Settles) else None
-        tensors |= {f"{TRUST}{number:04d}": ratio for number, ratio in enumerate(ratios or ())}
+        if isinstance(self._optimizer, Settles) and applies:
+            self._ratios = self._optimizer.settled or []
+        # Those of a step that is skipped count for nothing, but keep the places of all others in the slot.
+        tensors |= {f"{TRUST}{number:04d}": ratio for number, ratio in enumerate(self._ratios)}
         pieces |= {name: piece_of(tensor) for name, tensor in tensors.items()}
         values = {BEFORE: before, APPLIES: applies, KIND: kind_of(self._optimizer), PRESENT: present, GROUPS: groups}
         self.pending = HeldState(self._plan_digest, self._attempt, done, RankState(pieces, values), ())

@@ -133,6 +133,7 @@ class TrainingLoop:
             # A script with state of its own, but without `after_step`, can repeat its work up to the first batch.
             repeats = script_state.is_used and self._after is None
             self.boundary.settle(owed_since if repeats else None)
+            self.saver.first_snapshot(start)
             index = start
             beside = StateBeside(self.model.engine.module) if start == 0 and setup.layout.is_first else None
             while not self._ends(index):

@@ -109,10 +109,14 @@ class StateSaver:
         if every != 0:
             replicas = setup.replicas if setup.job.sharding.copies == "head" else None
             self.snapshots = RankSnapshots(live, writer, replicas, setup.layout, self._worker, self.updates)
-            if (
-                self.updates and start
-            ):  # otherwise a rank that is lost before the first snapshot would cost the steps until then
-                self.snapshots.begin(start, self._attempt.rows, is_sent=False, attempt=self._attempt.committed_by)
+
+    def first_snapshot(self, start: int) -> None:
+        """Begin a snapshot of the state with which the steps of a sharded model start.
+
+        Without it, a rank that is lost before the snapshot of the first step would cost the steps until then.
+        """
+        if self.snapshots and self.updates and start:
+            self.snapshots.begin(start, self._attempt.rows, is_sent=False, attempt=self._attempt.committed_by)
 
     @property
     def is_saving(self) -> bool:

@@ -3,12 +3,14 @@
 from collections import deque
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from undula.recovery import moves
-from undula.recovery.moves import CHUNK_BYTES, Move, in_common_order, lacking, moves_to
+from undula.recovery.moves import CHUNK_BYTES, Move, in_common_order, lacking, moves_to, packed_parts, unpack_parts
 from undula.state.boxes import Box, elements, intersection, without
+from undula.state.pieces import Piece, RankState
 
 ROWS = {"weight": (13, 3), "bias": (5,), "step": ()}
 
@@ -61,7 +63,7 @@ def test_moves_are_of_limited_size_and_have_all_parts(
         patch.setattr(moves, "CHUNK_BYTES", limit)
         for rank in range(ranks):
             needed = lacking(rank, shard(rank, ranks), sources)
-            planned = moves_to(rank, needed, dict.fromkeys(ROWS, 4))
+            planned = moves_to(rank, needed, dict.fromkeys(ROWS, torch.float32))
             for move in planned:
                 assert sum(4 * elements(box) for _, box in move.parts) <= max(limit, 4)
             count = sum(elements(box) for move in planned for _, box in move.parts)
@@ -86,6 +88,15 @@ def test_no_order_of_moves_blocks_ranks_that_have_few_under_way(drawn: list[tupl
             if move in under_way[move.source] and move in under_way[move.rank]:
                 done.add(move)
         assert (len(done), sum(map(len, left.values()))) != before, "all ranks wait for each other"
+
+
+def test_parts_are_converted_to_the_dtype_of_the_rank_that_gets_them() -> None:
+    values = torch.arange(12.0).view(4, 3).bfloat16()
+    source = RankState({"weight": Piece(values, (8, 3), (4, 0), False)}, {})
+    target = Piece(torch.zeros(3, 3), (8, 3), (3, 0), False)
+    parts = [("weight", ((4, 0), (2, 3)))]
+    unpack_parts(packed_parts([source], parts), parts, {"weight": target}, {"weight": torch.bfloat16})
+    assert target.tensor.tolist() == [[0.0] * 3, [0.0, 1.0, 2.0], [3.0, 4.0, 5.0]]
 
 
 def test_a_chunk_is_small_beside_the_state() -> None:
