@@ -73,7 +73,7 @@ ALLOWED: Mapping[str, Mapping[str, str]] = {
         "_timeout": "parallel.layout",
         "_values": "parallel.precision",
         "_wrapped_by_lr_sched": "recovery.update_log",
-        "_version": "parallel.host_memory parallel.recompute parallel.reduce.sharded parallel.selective train.beside "
+        "_version": "parallel.host_memory parallel.recompute parallel.reduce.sharded parallel.selective recovery.update_log train.beside "
         "train.open_gradients train.script_guard",
         "torch._C": "cluster.worker_check elastic.ray.backend parallel.selective train.open_gradients train.single_process",
         "torch._amp_foreach_non_finite_check_and_unscale_": "parallel.precision",

@@ -5,7 +5,7 @@ is in the model then must not be handed over as the state of the step.
 """
 
 from copy import deepcopy
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +16,47 @@ SAMPLES = 64
 """Number of elements of each parameter that are compared."""
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
 """Dtype in which elements are compared, by their size in bytes, so that NaN equals itself."""
+
+
+Elements: TypeAlias = dict[tuple[torch.dtype, torch.device], Tensor]
+"""Elements by dtype and device."""
+
+
+class Samples:
+    """Some elements of each parameter of a module, which show whether a script has changed the parameters.
+
+    Args:
+        module: The module.
+    """
+
+    def __init__(self, module: nn.Module):
+        self._parameters = list(module.parameters())
+        self._is_sharded = is_sharded(module)
+        self._addresses: list[int] = []
+        self._views: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
+        """Views of the elements that are compared, of the parameters at these addresses."""
+
+    def take(self) -> Elements:
+        """Return the elements, as integers of the same bits."""
+        # Attributes of a DTensor are read without recording an operation.
+        own: list[Tensor] = [
+            getattr(parameter, "_local_tensor", parameter) if self._is_sharded else parameter
+            for parameter in self._parameters
+        ]
+        addresses = [parameter.data_ptr() for parameter in own]
+        if addresses != self._addresses:
+            self._addresses, self._views = addresses, {}
+            for parameter in own:
+                self._views.setdefault((parameter.dtype, parameter.device), []).append(_sample_of(parameter.detach()))
+        return {kind: torch.cat(views).view(_INTEGERS[kind[0].itemsize]) for kind, views in self._views.items()}
+
+
+def differ(now: Elements, then: Elements) -> Tensor:
+    """Return a Boolean scalar on the device, which says whether elements have changed."""
+    if {kind: tensor.shape for kind, tensor in now.items()} != {kind: tensor.shape for kind, tensor in then.items()}:
+        return torch.tensor(True, device="cpu")
+    changes = [(now[kind] != then[kind]).any() for kind in then]
+    return torch.stack(changes).any() if changes else torch.tensor(False, device="cpu")
 
 
 class Baseline:
@@ -31,13 +72,9 @@ class Baseline:
     """
 
     def __init__(self, module: nn.Module, optimizer: torch.optim.Optimizer):
-        self._parameters = list(module.parameters())
-        self._is_sharded = is_sharded(module)
+        self._samples = Samples(module)
         self._places = [layer._buffers for layer in module.modules() if layer._buffers]
         self._optimizer = optimizer
-        self._addresses: list[int] = []
-        self._views: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
-        """Views of the elements that are compared, of the parameters at these addresses."""
         self._is_taken = False
         self._buffers: list[tuple[dict[str, Tensor | None], str, Tensor | None]] = []
         """Each buffer, with its place."""
@@ -47,7 +84,7 @@ class Baseline:
         ]
         self._extra: list[Any] = []
         self._settings: list[dict[str, Any]] = []
-        self._sampled: dict[tuple[torch.dtype, torch.device], Tensor] = {}
+        self._sampled: Elements = {}
 
     def take(self) -> None:
         """Remember the values as they are now: the state is that of the last committed step."""
@@ -61,7 +98,7 @@ class Baseline:
             {key: value for key, value in group.items() if key != "params"} for group in self._optimizer.param_groups
         ]
         self._extra = [deepcopy(layer.get_extra_state()) for layer in self._with_extra]
-        self._sampled = self._samples()
+        self._sampled = self._samples.take()
         self._is_taken = True
 
     def drop(self) -> None:
@@ -70,13 +107,7 @@ class Baseline:
 
     def moved(self) -> Tensor:
         """Return a Boolean scalar on the device, which says whether a parameter has changed since `take`."""
-        now, then = self._samples(), self._sampled
-        if {kind: tensor.shape for kind, tensor in now.items()} != {
-            kind: tensor.shape for kind, tensor in then.items()
-        }:
-            return torch.tensor(True, device="cpu")
-        changes = [(now[kind] != then[kind]).any() for kind in then]
-        return torch.stack(changes).any() if changes else torch.tensor(False, device="cpu")
+        return differ(self._samples.take(), self._sampled)
 
     @property
     def is_intact(self) -> bool:
@@ -98,19 +129,6 @@ class Baseline:
 
     def _tensors(self) -> list[Tensor]:
         return [buffer.detach() for _, _, buffer in self._buffers if buffer is not None]
-
-    def _samples(self) -> dict[tuple[torch.dtype, torch.device], Tensor]:
-        # Attributes of a DTensor are read without recording an operation.
-        own: list[Tensor] = [
-            getattr(parameter, "_local_tensor", parameter) if self._is_sharded else parameter
-            for parameter in self._parameters
-        ]
-        addresses = [parameter.data_ptr() for parameter in own]
-        if addresses != self._addresses:
-            self._addresses, self._views = addresses, {}
-            for parameter in own:
-                self._views.setdefault((parameter.dtype, parameter.device), []).append(_sample_of(parameter.detach()))
-        return {kind: torch.cat(views).view(_INTEGERS[kind[0].itemsize]) for kind, views in self._views.items()}
 
 
 def _copy(sources: list[Tensor], targets: list[Tensor]) -> None:

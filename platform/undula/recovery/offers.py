@@ -7,7 +7,7 @@ from typing import TypeAlias
 
 import torch
 
-from undula.recovery.replay import BEFORE, can_replay, replayed, replayed_holding
+from undula.recovery.replay import BEFORE, CHANGES, can_replay, replayed, replayed_holding
 from undula.recovery.snapshot import NEVER, Age, Snapshot
 from undula.recovery.worker_state import HeldState
 from undula.state.boxes import Box, whole_box
@@ -25,6 +25,8 @@ class Answer:
     """Extent of the process's pieces; None if it holds the whole state."""
     origin: str
     """Place of the state, for messages."""
+    changes: int = 0
+    """What the script has changed since the last update, as `replay.CHANGES` says it."""
     is_settled: bool = True
     """Whether the process has committed the state, and so knows its values and rows of the ledger. Otherwise it has the pieces only."""
 
@@ -44,15 +46,15 @@ class Offer:
     @classmethod
     def of(cls, base: Stored, recorded: Iterable[Stored] = ()) -> "Offer":
         """Return an offer of a state and of those updates of the same rank and group that follow it without a gap."""
-        step, updates = base.age[1], []
+        step, changes, updates = base.age[1], changes_of(base), []
         for update in sorted(recorded, key=lambda each: each.age):
-            if update.age > base.age and update.values[BEFORE] == step:
+            if update.age > base.age and (update.values[BEFORE], changes_of(update)) == (step, changes):
                 updates.append(update)
-                step = update.age[1]
+                step, changes = update.age[1], 0
         return cls(base, tuple(updates))
 
     def answers(self) -> Iterator[Answer]:
-        yield Answer(self.base.age, self.base.holding, self.base.origin)
+        yield Answer(self.base.age, self.base.holding, self.base.origin, changes_of(self.base))
         holding = replayed_holding(self.base.holding, self.updates[-1].values) if self.updates else None
         if holding:
             for update in self.updates:
@@ -79,6 +81,11 @@ class Offer:
         return RankState(pieces, state.values)
 
 
+def changes_of(stored: Stored) -> int:
+    """Return what the script has changed in a state since its last update, or in the state before a recorded update."""
+    return int(stored.values.get(CHANGES, 0))
+
+
 def usable(offers: Iterable[Offer], optimizer: torch.optim.Optimizer) -> list[Offer]:
     """Return the offers without the updates of another optimizer than the run's, as after a change of the script."""
     return [
@@ -92,15 +99,19 @@ def newest_complete(answers: Answers) -> Age:
 
     Surviving ranks may differ by one step, because one of them may have committed a step before the group broke.
     """
-    by_age: dict[Age, list[Answer]] = {}
+    return max((age for age, changes in _states(answers)), default=NEVER)
+
+
+def _states(answers: Answers) -> list[tuple[Age, int]]:
+    """Return the ages, and the changes since the update, of the states that the sources hold completely and one has committed."""
+    alike: dict[tuple[Age, int], list[Answer]] = {}
     for answer in itertools.chain(*answers):
-        by_age.setdefault(answer.age, []).append(answer)
-    whole = (
-        age
-        for age, of_age in by_age.items()
-        if any(answer.is_settled for answer in of_age) and is_complete([answer.holding for answer in of_age])
-    )
-    return max(whole, default=NEVER)
+        alike.setdefault((answer.age, answer.changes), []).append(answer)
+    return [
+        state
+        for state, of_state in alike.items()
+        if any(answer.is_settled for answer in of_state) and is_complete([answer.holding for answer in of_state])
+    ]
 
 
 def chosen(answers: Answers, age: Age) -> list[list[int]]:
@@ -109,11 +120,14 @@ def chosen(answers: Answers, age: Age) -> list[list[int]]:
     If sources have the whole state, these are theirs. Otherwise, each box comes from the first source that has it, and what is settled
     comes before what must be computed again. So a lost rank's part comes from the memory of its node, but not those of ranks that live.
     """
+    changes = max(
+        changes for their_age, changes in _states(answers) if their_age == age
+    )  # the latest state of this age
     of_age = [
         (source, place, answer)
         for source, of_source in enumerate(answers)
         for place, answer in enumerate(of_source)
-        if answer.age == age
+        if (answer.age, answer.changes) == (age, changes)
     ]
     first: dict[object, tuple[int, int]] = {}
     if any(answer.holding is None for *_, answer in of_age):

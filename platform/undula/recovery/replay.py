@@ -23,6 +23,11 @@ GRADIENT, TRUST = "update.gradient.", "update.trust."
 BEFORE, APPLIES, KIND, PRESENT = "update.before", "update.applies", "update.kind", "update.present"
 """Values of a recorded update: the number of steps before it, whether the step is not skipped, the class of the optimizer, and the names of
 the parameters that have a gradient."""
+CHANGES = "changes since the update"
+"""Value of a state, and of the state before a recorded update: where the script has changed weights or the state of the optimizer since the
+last update, as a sum of IN_LOOP, IN_WORK and LATER. No record has such changes, so states with different ones do not fit together."""
+IN_LOOP, IN_WORK, LATER = 1, 2, 4
+"""Changes between the update and the next request for a step, in a validation or `after_step`, and after these."""
 
 
 def kind_of(optimizer: torch.optim.Optimizer) -> str:
@@ -59,7 +64,7 @@ def replayed(state: RankState, update: RankState, kind: type[torch.optim.Optimiz
         return RankState(kept, state.values)
     parameters = {name: nn.Parameter(kept[MODEL + name].tensor.to(device, copy=True), False) for name in names}
     for name in update.values[PRESENT]:
-        parameters[name].grad = update.pieces[GRADIENT + name].tensor.to(device)
+        parameters[name].grad = update.pieces[GRADIENT + name].tensor.to(device, copy=True)  # which SGD may change
     settings = {name: piece.tensor for name, piece in update.pieces.items()}
     make: Any = kind
     optimizer: torch.optim.Optimizer = make(

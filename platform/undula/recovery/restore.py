@@ -143,7 +143,7 @@ class Restorer:
         mine = [own[place] for place in places[self.layout.rank]]
         self.enter(STARTING, sum(offer.bytes() for offer in mine) / MEMORY_BYTES_S)
         states = [offer.load(age, self.live.optimizer) for offer in mine]
-        values, rows, expected = self._common(offers, answers, age)
+        values, rows, expected = self._common(mine, used, age)
         targets = self.live.targets(expected)
         given = [answer for of_source in used for answer in of_source]
         is_whole = given[0].holding is None
@@ -158,18 +158,14 @@ class Restorer:
         origin = origin_of(given[:1] if is_whole else given)
         return Restored(age[1], age[0], origin, rows, beside_model_and_optimizer(values))
 
-    def _common(self, offers: Sequence[Offer], answers: Answers, age: Age) -> Common:
+    def _common(self, mine: Sequence[Offer], used: Answers, age: Age) -> Common:
         """Return what all ranks take over from the first source that has committed the state."""
         layout = self.layout
-        source = next(
-            number
-            for number, of_source in enumerate(answers)
-            if any(answer.age == age and answer.is_settled for answer in of_source)
-        )
+        source = next(number for number, of_source in enumerate(used) if any(answer.is_settled for answer in of_source))
         common: list[Any] = [None]
         first = source if source < layout.world_size else 0
         if layout.rank == first and source == first:
-            base = next(offer.base for offer in offers if offer.base.age == age)
+            base = next(offer.base for offer in mine if offer.base.age == age)
             state = base.load()
             common = [(state.values, base.rows, state.expected)]
         elif layout.rank == first:

@@ -11,10 +11,11 @@ import torch
 from torch import Tensor, nn
 
 from undula.parallel.sharding import Settles, has_known_results
+from undula.recovery.baseline import Elements, Samples, differ
 from undula.recovery.node_memory import reserve
-from undula.recovery.replay import APPLIES, BEFORE, GRADIENT, KIND, PRESENT, TRUST, kind_of
+from undula.recovery.replay import APPLIES, BEFORE, CHANGES, GRADIENT, KIND, LATER, PRESENT, TRUST, kind_of
 from undula.recovery.slot import Slot, ready_event
-from undula.recovery.snapshot import UPDATE_SLOTS, Arrangement, encoded, fixed_meta
+from undula.recovery.snapshot import SLOTS, UPDATE_SLOTS, Arrangement, encoded, fixed_meta
 from undula.recovery.worker_state import HeldState
 from undula.state.model_state import parameter_names
 from undula.state.optimizer_state import GROUPS, encoded_groups
@@ -31,9 +32,11 @@ class UpdateLog:
         attempt: Number of the attempt.
         own: Folder of the rank's slots in the memory of its node; None to keep updates in this process only.
         count: Number of updates to keep there. A snapshot must be taken at least as often.
+        changes: What the script had changed in the state with which the attempt begins.
 
     Attributes:
         pending: Update whose step is not committed yet; None if there is none.
+        changes: What the script has changed since the last update, as `replay.CHANGES` says it.
     """
 
     def __init__(
@@ -44,6 +47,7 @@ class UpdateLog:
         attempt: int,
         own: Path | None = None,
         count: int = 1,
+        changes: int = 0,
     ):
         self._module, self._optimizer = module, optimizer
         self._plan_digest, self._attempt = plan_digest, attempt
@@ -56,7 +60,25 @@ class UpdateLog:
         self._places: dict[nn.Parameter, Piece] = {}
         """Piece of each parameter, whose gradient has the same place."""
         self._ratios: list[Tensor] = []
+        self._samples = Samples(module)
+        self._seen: tuple[Elements, list[tuple[int, int]]] = {}, []
+        self.changes = changes
         self.pending: HeldState | None = None
+
+    def updated(self) -> None:
+        """Remember the state that an update has left, or with which the attempt begins."""
+        self._seen = self._look()
+
+    def compare(self, place: int) -> None:
+        """Note whether the script has changed weights or the state of the optimizer up to this place: IN_LOOP, IN_WORK or LATER."""
+        (elements, versions), self._seen = self._seen, self._look()
+        if versions != self._seen[1] or bool(differ(self._seen[0], elements)):
+            self.changes |= place
+
+    def _look(self) -> tuple[Elements, list[tuple[int, int]]]:
+        entries = [value for state in self._optimizer.state.values() for value in state.values()]
+        tensors = [_local(value) for value in entries if isinstance(value, Tensor)]
+        return self._samples.take(), [(tensor.data_ptr(), tensor._version) for tensor in tensors]
 
     def record(self, before: int, done: int, applies: bool) -> None:
         """Record the update that leads from `before` to `done` steps. No snapshot may be in progress.
@@ -66,6 +88,7 @@ class UpdateLog:
             done: Number of steps after the update.
             applies: Whether the optimizer will step, instead of skipping the step.
         """
+        self.compare(LATER)
         names, pieces = parameter_names(self._module), {}
         tensors: dict[str, Tensor] = {}
         groups = encoded_groups(self._optimizer, names, tensors)
@@ -83,14 +106,21 @@ class UpdateLog:
         # Those of a step that is skipped count for nothing, but keep the places of all others in the slot.
         tensors |= {f"{TRUST}{number:04d}": ratio for number, ratio in enumerate(self._ratios)}
         pieces |= {name: piece_of(tensor) for name, tensor in tensors.items()}
-        values = {BEFORE: before, APPLIES: applies, KIND: kind_of(self._optimizer), PRESENT: present, GROUPS: groups}
+        values = {
+            BEFORE: before,
+            APPLIES: applies,
+            KIND: kind_of(self._optimizer),
+            PRESENT: present,
+            GROUPS: groups,
+            CHANGES: self.changes,
+        }
         self.pending = HeldState(self._plan_digest, self._attempt, done, RankState(pieces, values), ())
         if self._own is not None:
             self._store(self.pending)
 
     def committed(self) -> None:
         """Forget the pending update, whose step is committed."""
-        self.pending = None
+        self.pending, self.changes = None, 0
 
     def close(self) -> None:
         """Record in this process only from now on."""
@@ -98,6 +128,9 @@ class UpdateLog:
 
     def _store(self, update: HeldState) -> None:
         try:
+            assert self._own is not None
+            if not any((self._own / name).exists() for name in SLOTS):
+                return  # without a snapshot, updates are of no use, and must not take its memory
             if not self._lay_out(update.state):
                 return
             slot, self._next = self._slots[self._next], (self._next + 1) % len(self._slots)

@@ -11,6 +11,7 @@ from undula.parallel.device_clock import read_scalars
 from undula.parallel.sharding import Settles
 from undula.plan.plan import OptimizerStep
 from undula.recovery.progress import BETWEEN_STEPS, HAND_OVER, MEMORY_BYTES_S, REDUCE, SNAPSHOT, UPDATE
+from undula.recovery.replay import IN_LOOP, IN_WORK
 from undula.recovery.worker_state import LeaveGroup, Request
 from undula.state.events import WarningEvent
 from undula.train.attempt import Attempt
@@ -154,6 +155,8 @@ class StepBoundary:
         self._model.baseline.drop()
         yield
         attempt.committed, attempt.committed_by = committed + steps, self._setup.attempt
+        if self._saver.updates:
+            self._saver.updates.updated()
         # What a script without state of its own does next is unknown until it asks for the next step. It could not repeat this work.
         if self._script_state.is_used:
             self.settle(owed_since=committed)
@@ -194,6 +197,8 @@ class StepBoundary:
         Args:
             owed_since: Number of committed steps before those whose validation or `after_step` is still to be done; None if all is done.
         """
+        if self._saver.updates:
+            self._saver.updates.compare(IN_WORK if owed_since is None else IN_LOOP)
         self._script_state.capture(owed_since)
         self._model.baseline.take()
 

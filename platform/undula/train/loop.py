@@ -86,6 +86,7 @@ class TrainingLoop:
             **self._results.values(),
             **self._parts.state.values(),
             STATE: self._arithmetic,
+            **self.saver.values(),
         }
 
     @property
@@ -193,7 +194,7 @@ class TrainingLoop:
         attempt.compare_arithmetic(self._arithmetic, restored)
         for warning in parts.warnings(start):
             attempt.report(warning)
-        self.saver.begin(start)
+        self.saver.begin(restored)
 
     def _end_step(self, before: int, done: int) -> None:
         """Validate, do the work of the script and save after `done` steps, whatever of these is due.

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch.distributed as dist
 
@@ -15,6 +16,7 @@ from undula.plan.host_memory import UPDATES
 from undula.recovery.live_state import LiveState
 from undula.recovery.progress import SAVE, SNAPSHOT, STORAGE_BYTES_S
 from undula.recovery.rank_snapshots import RankSnapshots, find_offers
+from undula.recovery.replay import CHANGES
 from undula.recovery.restore import Restored, Restorer
 from undula.recovery.snapshot import UPDATE_SLOTS, find_snapshots, folder_of, packed, parsed
 from undula.recovery.snapshot_writer import SnapshotWriter
@@ -92,11 +94,15 @@ class StateSaver:
         worker.held, worker.shares_state = None, not self._live.is_whole
         return restored
 
-    def begin(self, start: int) -> None:
-        """Begin after `start` committed steps."""
+    def values(self) -> dict[str, Any]:
+        """Return the values that belong to the state because of how it is stored, by name."""
+        return {CHANGES: self.updates.changes} if self.updates and self.updates.changes else {}
+
+    def begin(self, restored: Restored) -> None:
+        """Begin after the committed steps of a restored state."""
         setup, live, every = self._setup, self._live, self._setup.job.checkpoint.snapshot_every_steps
         if setup.layout.is_first:
-            self.checkpoints.begin(start)
+            self.checkpoints.begin(restored.step)
         records = not live.is_whole and can_record(live.model, live.optimizer)
         own: Path | None = None
         if every != 0:
@@ -104,8 +110,9 @@ class StateSaver:
             writer = SnapshotWriter(folder, setup.plan_digest, setup.attempt, setup.layout.local_rank, every, most)
             own = writer.own if every is None or every <= len(UPDATE_SLOTS) else None
         if records:
-            digest = setup.plan_digest
-            self.updates = UpdateLog(live.model, live.optimizer, digest, setup.attempt, own, every or UPDATES)
+            digest, count, changes = setup.plan_digest, every or UPDATES, restored.values.get(CHANGES, 0)
+            self.updates = UpdateLog(live.model, live.optimizer, digest, setup.attempt, own, count, changes)
+            self.updates.updated()
         if every != 0:
             replicas = setup.replicas if setup.job.sharding.copies == "head" else None
             self.snapshots = RankSnapshots(live, writer, replicas, setup.layout, self._worker, self.updates)
