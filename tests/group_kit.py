@@ -6,6 +6,7 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -13,9 +14,9 @@ import psutil
 import pytest
 import torch
 import torch.distributed as dist
-from feature_scripts import Loop, adamw, of_name
+from feature_scripts import Loop, adamw, of_name, square
 from features import FEATURES, SCALE_INTERVAL, Feature
-from numbers_job import cpu_run
+from numbers_job import cpu_run, network
 from ranks import forks
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
@@ -34,6 +35,7 @@ from undula.state.spec import CheckpointSpec
 from undula.train import loss_scale
 from undula.train.boundary import StepBoundary
 from undula.train.job import Job
+from undula.train.run import Run
 from undula.train.step_reduction import StepReducer
 
 Place = Literal[
@@ -53,10 +55,31 @@ def wide() -> nn.Module:
     return nn.Sequential(nn.Linear(1, 240), nn.Tanh(), nn.Linear(240, 240), nn.Tanh(), nn.Linear(240, 1))
 
 
+def decayed(run: Run, ends: Callable[[int], None], in_after_step: bool = False) -> None:
+    """Train, and change the weights after each step as well, in the loop or in `after_step`, once a step."""
+    model = run.model(network())
+    run.optimizer(adamw(model))
+
+    def decay(*_: object) -> None:
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.mul_(0.9)
+
+    for step in run.steps(after_step=decay if in_after_step else None):
+        for batch in step.batches():
+            step.backward(square(model, batch))
+        ends(step.index)
+        step.update()
+        if not in_after_step:
+            decay()
+
+
 FP16 = FEATURES["fp16, sharded in stage 3"]
 SCRIPTS = {
     **FEATURES,
     "fp16 and lamb": replace(FP16, train=replace(FP16.train, optimize=of_name("lamb")), like=None),  # type: ignore[type-var]
+    "decayed": Feature(decayed, {"sharding": ShardingSpec(3)}),
+    "decayed in after_step": Feature(partial(decayed, in_after_step=True), {"sharding": ShardingSpec(3)}),
     "wide": Feature(Loop(wide, adamw), {"sharding": ShardingSpec(3)}),
 }
 """Rows that workers can train, by name."""
@@ -85,6 +108,8 @@ class Order:
     file: str
     fault: Fault | None = None
     leaves_after: int | None = None
+    every: int | None = None
+    """Number of steps between two snapshots."""
     leavers: tuple[str, ...] = ()
     """Files with the states of workers that have left and are not in this group."""
 
@@ -173,7 +198,9 @@ def _train(order: Order, worker: WorkerState) -> Ended:
     dist.init_process_group("gloo", init_method=store, rank=order.rank, world_size=order.world_size, timeout=limit)
     worker.join_group()
     leavers = FileLeavers(order.leavers)
-    job = replace(order.job, checkpoint=CheckpointSpec(every_steps=10**6))  # which would hold up ranks that leave
+    job = replace(
+        order.job, checkpoint=CheckpointSpec(every_steps=10**6, snapshot_every_steps=order.every)
+    )  # which would hold up ranks that leave
     run = cpu_run(job, order.rank, order.world_size, worker, leavers=leavers)
     how: Any = "ended"
     former = worker.held

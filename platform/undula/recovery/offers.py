@@ -9,7 +9,7 @@ import torch
 
 from undula.recovery.replay import BEFORE, CHANGES, can_replay, replayed, replayed_holding
 from undula.recovery.snapshot import NEVER, Age, Snapshot
-from undula.recovery.worker_state import HeldState
+from undula.recovery.worker_state import WORKER_MEMORY, HeldState
 from undula.state.boxes import Box, whole_box
 from undula.state.pieces import Holding, RankState, Table, is_complete
 
@@ -29,6 +29,11 @@ class Answer:
     """What the script has changed since the last update, as `replay.CHANGES` says it."""
     is_settled: bool = True
     """Whether the process has committed the state, and so knows its values and rows of the ledger. Otherwise it has the pieces only."""
+
+    @property
+    def preference(self) -> tuple[bool, bool]:
+        """Order in which the answers with equal boxes are taken: the least first."""
+        return not self.is_settled, self.origin != WORKER_MEMORY
 
 
 Answers: TypeAlias = list[list[Answer]]
@@ -117,8 +122,8 @@ def _states(answers: Answers) -> list[tuple[Age, int]]:
 def chosen(answers: Answers, age: Age) -> list[list[int]]:
     """Return the places of the answers from which a state is restored, by source.
 
-    If sources have the whole state, these are theirs. Otherwise, each box comes from the first source that has it, and what is settled
-    comes before what must be computed again. So a lost rank's part comes from the memory of its node, but not those of ranks that live.
+    If sources have the whole state, these are theirs. Otherwise, each box comes from one source: what is settled comes before what must be
+    computed again, and a process before the memory of a node. The parts of several lost ranks are spread over the ranks that can read them.
     """
     changes = max(
         changes for their_age, changes in _states(answers) if their_age == age
@@ -129,16 +134,17 @@ def chosen(answers: Answers, age: Age) -> list[list[int]]:
         for place, answer in enumerate(of_source)
         if (answer.age, answer.changes) == (age, changes)
     ]
-    first: dict[object, tuple[int, int]] = {}
-    if any(answer.holding is None for *_, answer in of_age):
-        for source, place, answer in of_age:
-            if answer.holding is None:
-                first.setdefault(source, (source, place))
-    else:
-        for source, place, answer in sorted(of_age, key=lambda each: not each[2].is_settled):
-            for box in answer.holding.boxes.items() if answer.holding else ():
-                first.setdefault(box, (source, place))
-    used = set(first.values())
+    whole = {source: (source, place) for source, place, answer in reversed(of_age) if answer.holding is None}
+    holders: dict[tuple[str, Box], list[tuple[int, int, Answer]]] = {}
+    for source, place, answer in of_age if not whole else ():
+        for box in answer.holding.boxes.items() if answer.holding else ():
+            holders.setdefault(box, []).append((source, place, answer))
+    taken: dict[tuple[tuple[int, int], ...], tuple[int, int]] = {}
+    for of_box in holders.values():
+        best = min(each.preference for *_, each in of_box)
+        equal = tuple((source, place) for source, place, each in of_box if each.preference == best)
+        taken.setdefault(equal, equal[len(taken) % len(equal)])
+    used = set(whole.values()) or set(taken.values())
     return [
         [place for place in range(len(of_source)) if (source, place) in used]
         for source, of_source in enumerate(answers)

@@ -12,10 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from undula.state.boxes import Box, whole_box
 from undula.state.model_state import MODEL
 from undula.state.optimizer_state import ENTRIES, GROUPS, STATE, optimizer_state
-from undula.state.pieces import Holding, Piece, RankState, Shape, piece_of
+from undula.state.pieces import Holding, Piece, RankState, piece_of
 from undula.state.values import decode
 
 GRADIENT, TRUST = "update.gradient.", "update.trust."
@@ -23,6 +22,8 @@ GRADIENT, TRUST = "update.gradient.", "update.trust."
 BEFORE, APPLIES, KIND, PRESENT = "update.before", "update.applies", "update.kind", "update.present"
 """Values of a recorded update: the number of steps before it, whether the step is not skipped, the class of the optimizer, and the names of
 the parameters that have a gradient."""
+OTHERS = "update.others"
+"""Value of a recorded update: the names of the parameters that the optimizer does not have, and that no update changes."""
 CHANGES = "changes since the update"
 """Value of a state, and of the state before a recorded update: where the script has changed weights or the state of the optimizer since the
 last update, as a sum of IN_LOOP, IN_WORK and LATER. No record has such changes, so states with different ones do not fit together."""
@@ -44,8 +45,8 @@ def replayed_holding(holding: Holding | None, values: Mapping[str, Any]) -> Hold
     """Return the extent of what `replayed` returns, given that of the state before and the values of the update; None for none."""
     if holding is None:
         return None
-    names, shapes = _parameters_of(values), {name: spec.shape for name, spec in holding.expected.items()}
-    boxes = {name: box for name, box in holding.boxes.items() if _is_kept(name, box, shapes[name], names)}
+    known = _known_after(values)
+    boxes = {name: box for name, box in holding.boxes.items() if _is_kept(name, known)}
     return Holding(holding.expected, boxes)
 
 
@@ -58,8 +59,8 @@ def replayed(state: RankState, update: RankState, kind: type[torch.optim.Optimiz
         kind: Class of the optimizer.
         device: Device on which the update is computed.
     """
-    names = _parameters_of(update.values)
-    kept = {name: piece for name, piece in state.pieces.items() if _is_kept(name, piece.box, piece.shape, names)}
+    names, known = _parameters_of(update.values), _known_after(update.values)
+    kept = {name: piece for name, piece in state.pieces.items() if _is_kept(name, known)}
     if not update.values[APPLIES]:
         return RankState(kept, state.values)
     parameters = {name: nn.Parameter(kept[MODEL + name].tensor.to(device, copy=True), False) for name in names}
@@ -115,7 +116,10 @@ def _parameters_of(values: Mapping[str, Any]) -> dict[str, None]:
     return {name: None for group in values[GROUPS] for name in group["parameters"]}
 
 
-def _is_kept(name: str, box: Box, shape: Shape, parameters: Collection[str]) -> bool:
-    """Return whether a piece is known after an update: one of the optimizer, or the shard of a parameter that no update changes."""
-    is_shard = name.startswith(MODEL) and box != whole_box(shape)
-    return name.startswith(f"{STATE}.") or name.removeprefix(MODEL) in parameters or is_shard
+def _known_after(values: Mapping[str, Any]) -> set[str]:
+    """Return the names of the pieces of the model that are known after an update, given the values of the update."""
+    return {MODEL + name for name in (*_parameters_of(values), *values[OTHERS])}
+
+
+def _is_kept(name: str, known: Collection[str]) -> bool:
+    return name.startswith(f"{STATE}.") or name in known

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from undula.parallel.sharding import Settles, has_known_results
 from undula.recovery.baseline import Elements, Samples, differ
 from undula.recovery.node_memory import reserve
-from undula.recovery.replay import APPLIES, BEFORE, CHANGES, GRADIENT, KIND, LATER, PRESENT, TRUST, kind_of
+from undula.recovery.replay import APPLIES, BEFORE, CHANGES, GRADIENT, KIND, LATER, OTHERS, PRESENT, TRUST, kind_of
 from undula.recovery.slot import Slot, ready_event
 from undula.recovery.snapshot import SLOTS, UPDATE_SLOTS, Arrangement, encoded, fixed_meta
 from undula.recovery.worker_state import HeldState
@@ -112,6 +112,7 @@ class UpdateLog:
             KIND: kind_of(self._optimizer),
             PRESENT: present,
             GROUPS: groups,
+            OTHERS: sorted(set(names.values()) - {name for group in groups for name in group["parameters"]}),
             CHANGES: self.changes,
         }
         self.pending = HeldState(self._plan_digest, self._attempt, done, RankState(pieces, values), ())

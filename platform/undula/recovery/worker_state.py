@@ -16,6 +16,8 @@ from undula.state.pieces import Holding, RankState
 from undula.state.records import StepRow
 
 Kept = TypeVar("Kept")
+WORKER_MEMORY = "the memory of a worker"
+"""Origin of a state that a process holds."""
 
 
 class LeaveGroup(BaseException):
@@ -43,7 +45,7 @@ class HeldState:
     """Pieces of this rank: tensors of a former group, which nothing changes any more."""
     rows: tuple[StepRow, ...]
     """Rows of the ledger that may not have reached storage."""
-    origin: str = "the memory of a worker"
+    origin: str = WORKER_MEMORY
     """Place where the state is, for messages."""
     updates: "tuple[HeldState, ...]" = ()
     """Update of the optimizer that was to follow, if the group broke in its commit, as `recovery.replay` records it."""

@@ -172,6 +172,7 @@ class StepBoundary:
         """
         self._worker.progress.enter(BETWEEN_STEPS)
         attempt, saver, wants = self._attempt, self._saver, totals.wants
+        saver.release()
         digest: int | None = None
         try:
             digest = saver.weights_digest() if self._is_digest_due(step) else None
@@ -271,8 +272,8 @@ class StepBoundary:
         worker, committed = self._worker, self._attempt.committed
         # Otherwise this group has no intact state of a committed step, and the process keeps what it held before.
         self.report_unfinished()
-        if committed and self._model.baseline.is_intact:
-            worker.held = None
+        # A sharded model's state of the former group stays until the first commit, and is the same as what this group has restored.
+        if committed and self._model.baseline.is_intact and worker.held is None:
             self._model.baseline.put_back()
             self._model.engine.free_gradients()
             worker.held = self._saver.held(committed, lambda: worker.progress.enter(HAND_OVER))

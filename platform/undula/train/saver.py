@@ -91,8 +91,14 @@ class StateSaver:
         )
         held = worker.held
         restored = restorer.restore(held if held and before.includes_state(*held.age) else None)
-        worker.held, worker.shares_state = None, not self._live.is_whole
+        worker.shares_state = not self._live.is_whole
+        if not worker.shares_state:
+            self.release()
         return restored
+
+    def release(self) -> None:
+        """Free the state of the former group. For a sharded model, this is done at the first commit, when nodes have snapshots."""
+        self._worker.held = None
 
     def values(self) -> dict[str, Any]:
         """Return the values that belong to the state because of how it is stored, by name."""

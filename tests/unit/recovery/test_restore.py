@@ -18,7 +18,7 @@ from undula.recovery.snapshot_writer import SnapshotWriter
 from undula.recovery.worker_state import HeldState
 from undula.state.checkpoint import Checkpointer
 from undula.state.model_state import model_and_optimizer_state
-from undula.state.pieces import Holding, piece_of, rank_state
+from undula.state.pieces import Holding, TensorSpec, piece_of, rank_state
 from undula.storage import Store
 
 pytestmark = pytest.mark.usefixtures("process_group")
@@ -113,7 +113,7 @@ def test_a_new_rank_gets_the_state_of_another_rank(tmp_path: Path) -> None:
     assert on_ranks(2, _given, str(tmp_path)) == [(1.0, [1.0, 1.0])] * 2
 
 
-HALVES = [Holding({}, {"weight": ((row,), (1,))}) for row in (0, 1)]
+HALVES = [Holding({"weight": TensorSpec("float32", (2,))}, {"weight": ((row,), (1,))}) for row in (0, 1)]
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,8 @@ from undula.train.job import Job
 
 STAGE_3 = ["plain, sharded in stage 3", "fp16 and lamb"]
 """The second one needs other ranks for its norms, and skips steps."""
+CHANGED = ["decayed", "decayed in after_step"]
+"""Scripts that change weights between two steps, which no record has."""
 COMMITS_NOWHERE: list[Place] = ["before the reduction", "between reduction and commit", "inside the commit"]
 COMMITS: list[Place] = ["after its commit", "in the optimizer's step", "after the optimizer's step"]
 
@@ -28,7 +30,7 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, li
     numbers = {}
     with Workers(folder) as workers:
         worker = workers.start()
-        for place, name in enumerate(STAGE_3):
+        for place, name in enumerate((*STAGE_3, *CHANGED)):
             whole = replace(SCRIPTS[name].job(folder / str(place)), sharding=ShardingSpec())
             (end,) = workers.train([worker], name, whole)
             assert end is not None
@@ -77,3 +79,17 @@ def test_a_rank_that_is_killed_costs_no_step(
     # The work of the script after the commit may not have ended, and this script does not repeat it.
     assert without(numbers_of(job), "logged.before") == without(expected[name], "logged.before")
     assert origins_of(job)[1] == "the memory of a worker and the memory of a node"
+
+
+@pytest.mark.parametrize("name", CHANGED)
+@pytest.mark.parametrize("every", [None, 1])
+@pytest.mark.parametrize("place", ["before the reduction", "inside the commit", "after its commit"])
+def test_what_a_script_changes_between_steps_is_not_lost_with_a_rank(
+    name: str, place: Place, every: int | None, workers: Workers, tmp_path: Path, expected: dict[str, Any]
+) -> None:
+    job = SCRIPTS[name].job(tmp_path / "job")
+    members = [workers.start() for _ in range(3)]
+    ends = workers.train(members, name, job, fault=Fault(place, rank=1, step=6), every=every)
+    assert [end and end.how for end in ends] == ["broken", None, "broken"]
+    workers.train([members[0], members[2]], name, job, every=every)
+    assert numbers_of(job) == expected[name]

@@ -65,6 +65,10 @@ class PooledWorker:
     """Rank of the worker in its last group, and number of ranks of this group; None before its first group."""
     leaving: Any = None
     """Reference to the result of `ElasticWorker.leave_group`; None unless the worker is leaving its group."""
+    left_at: float = 0.0
+    """Time at which it has left its last group, on the monotonic clock, in seconds."""
+    is_refused: bool = False
+    """Whether the head had no room for its state."""
     asked_at: float = 0.0
     """Time of that call on the monotonic clock, in seconds."""
     export: Any = None
@@ -162,9 +166,11 @@ class WorkerPool:
             return True
         is_starting = any(other.in_group for other in self.workers.values())
         removed_in_s = (self.nodes[worker.node].deadline or float("inf")) - time.time()
-        may_wait = is_starting or time.monotonic() - worker.asked_at < WAIT_FOR_GROUP_S
+        may_wait = is_starting or worker.is_refused or time.monotonic() - worker.left_at < WAIT_FOR_GROUP_S
         if worker.export is None and may_wait and removed_in_s > LAST_MOMENT_S:
             return False
+        if worker.is_refused:
+            return True
         if worker.export is None:
             if self.is_exporting:  # the head has little memory, so only one worker exports at a time
                 return False
@@ -181,6 +187,9 @@ class WorkerPool:
             if self.gives_way:  # it need not leave
                 self.gives_way, self.must_stay, worker.export = False, True, None
                 return False
+            if removed_in_s > LAST_MOMENT_S:  # a group may still start before that
+                worker.is_refused, worker.export = True, None
+                return False
         elif exported:
             meta, data = exported
             self.replicas.keep(worker.id, parsed(meta, bytearray(data)))
@@ -196,16 +205,18 @@ class WorkerPool:
         return [worker for worker in self.workers.values() if worker.holds_state and not worker.in_group]
 
     def restored(self) -> None:
-        """Record that the group has restored the state, so that nothing else is needed of other workers."""
+        """Record that the group has committed a step, so that it needs nothing more of other workers."""
         self.lost_on.clear()
         for worker in self.workers.values():
             worker.holds_state = worker.in_group
 
     def ready(self) -> list[PooledWorker]:
-        """Return the workers that can join a group. Workers that have trained come first, because they hold the state."""
+        """Return the workers that can join a group: first those that have trained, and those on nodes with the state of a lost worker."""
         known = (worker for worker in self.workers.values() if worker.metadata and worker.leaving is None)
         ready = [worker for worker in known if worker.node not in self.notices]
-        return sorted(ready, key=lambda worker: (not worker.has_trained, worker.started))
+        return sorted(
+            ready, key=lambda worker: (not worker.has_trained and worker.node not in self.lost_on, worker.started)
+        )
 
     @property
     def newest_notice(self) -> float:
@@ -273,7 +284,7 @@ class WorkerPool:
                 worker.leaving = None
                 match _departure(answer):
                     case "left":
-                        pass
+                        worker.left_at, worker.is_refused = time.monotonic(), False
                     case "busy":
                         worker.leave()
                     case "unusable":
@@ -332,7 +343,7 @@ class WorkerPool:
     def _start_missing(self, now: float) -> None:
         staying = [worker.node for worker in self.workers.values() if worker.node not in self.notices]
         by_market = Counter(self.nodes[node].market for node in staying if node in self.nodes)
-        for node in sorted(self.nodes.values(), key=lambda node: -node.free):
+        for node in sorted(self.nodes.values(), key=lambda node: (node.id not in self.lost_on, -node.free)):
             own = sum(worker.node == node.id for worker in self.workers.values())
             count = min(node.free, node.slots - own, self.fleet.room(node.market, by_market))
             if node.deadline is None and count > 0 and now - self._tried.get(node.id, float("-inf")) >= RETRY_S:

@@ -48,7 +48,7 @@ REPORT_INTERVAL_S = 30.0
 """Seconds between two events about the same wait, as long as the number of ready workers does not change."""
 START_S = 15.0
 """Seconds within which workers that start are expected to be ready."""
-LOST_NODE_S = 2.0
+LOST_NODE_S = 3.0
 """Seconds to wait until a worker starts on a node on which one was lost with its part of the state."""
 FIRST_START_PATIENCE_S = 30.0
 """Maximum seconds for which a job that has its minimum of workers waits at its start for more workers that are starting."""
@@ -259,7 +259,7 @@ class PoolPolicy(ScalingPolicy):
                 self.pool.worker_bytes, self.pool.shares_state = status.resident_bytes, status.shares_state
         ranks = self._group.last.values()
         self._report_lost_steps([rank.began for rank in ranks if rank.began >= 0])
-        if self._group.is_stepping(len(statuses)):
+        if len(ranks) == len(statuses) and all(rank.step > rank.began >= 0 for rank in ranks):
             self.pool.restored()
         if self._pause_began and any(rank.longest_step_s for rank in ranks):
             self._pauses.append(time.monotonic() - self._pause_began)
