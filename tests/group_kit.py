@@ -198,9 +198,9 @@ def _train(order: Order, worker: WorkerState) -> Ended:
     dist.init_process_group("gloo", init_method=store, rank=order.rank, world_size=order.world_size, timeout=limit)
     worker.join_group()
     leavers = FileLeavers(order.leavers)
-    job = replace(
-        order.job, checkpoint=CheckpointSpec(every_steps=10**6, snapshot_every_steps=order.every)
-    )  # which would hold up ranks that leave
+    # Checkpoints would hold up ranks that leave.
+    checkpoint = CheckpointSpec(every_steps=10**6, snapshot_every_steps=order.every)
+    job = replace(order.job, checkpoint=checkpoint)
     run = cpu_run(job, order.rank, order.world_size, worker, leavers=leavers)
     how: Any = "ended"
     former = worker.held
