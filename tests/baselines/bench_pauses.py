@@ -3,8 +3,8 @@
     python -m tests.baselines.bench_pauses
 
 The main job's model in stage 3 on nodes of one CPU each, of which one or two are there. A node is added, the node of rank 1 gets a notice
-of 30 s, a node is added again, and the node of rank 0 gets a notice. Pause: the longest time between two steps around a change, without
-the median step of the group after it. Ray Train saves a checkpoint every 10 steps, and the steps since the last one are lost.
+of 30 s, a node is added again, and the node of rank 0 gets a notice. Pause: the time between the last step of a group and the first step of
+the next one, without the median step of the latter. Ray Train saves a checkpoint every 10 steps, and the steps since the last one are lost.
 
 Each change moves half of the state, the parameters and moments of AdamW, to a rank that lacks it. The bound of a pause is 0.8 s plus
 the time for these bytes at half of the bandwidth that gloo has between two processes.
@@ -33,13 +33,13 @@ from jobs.gpt import GPT, GPTConfig
 from tests.baselines.bench_elastic import (
     HERE,
     ROOT,
+    STEPS_AFTER,
     Job,
     Made,
     client_env,
     drain_and_kill,
     ledger_steps,
     lines,
-    measured,
 )
 from tests.baselines.result import FOLDER, print_and_write
 from tests.ranks import on_ranks
@@ -58,8 +58,6 @@ MODELS = {
     "200 MB": GPTConfig(layers=8, width=416, context=CONTEXT),
     "1 GB": GPTConfig(layers=8, width=928, context=CONTEXT),
 }
-SETTLE_STEPS = 12
-"""Number of steps between two changes. Ray Train has a checkpoint by then, which is not always recent."""
 NOTICE_S = 30.0
 FIXED_S = 0.8
 """Bound of a pause in seconds, without the time for the bytes that are moved."""
@@ -126,8 +124,8 @@ def state_bytes(model: GPTConfig) -> int:
         return 3 * sum(parameter.nbytes for parameter in GPT(model).parameters())
 
 
-def pauses(name: str, size: str, data: str) -> dict[str, float]:
-    """Return the figures of all changes of a contender."""
+def pauses(name: str, size: str, data: str, settle_steps: int) -> dict[str, float]:
+    """Return the figures of all changes of a contender, with a number of steps before each."""
     figures: dict[str, float] = {}
     with tempfile.TemporaryDirectory() as folder, nodes() as cluster, ExitStack() as stack:
         cluster.add()
@@ -136,7 +134,7 @@ def pauses(name: str, size: str, data: str) -> dict[str, float]:
         stack.callback(contender.job.stop)
 
         def change(what: str, before: int, after: int, happens: Callable[[], object]) -> None:
-            contender.job.await_steps(SETTLE_STEPS, before, time.time())
+            contender.job.await_steps(settle_steps, before, time.time())
             key = f"{name}, {size}, {what}"
             for figure, value in figures_of(contender, after, happens).items():
                 figures[f"{key}: {figure}"] = value
@@ -158,14 +156,17 @@ def pauses(name: str, size: str, data: str) -> dict[str, float]:
 def figures_of(contender: Contender, after: int, happens: Callable[[], object]) -> dict[str, float]:
     """Cause a change, and return the pause and its parts in seconds, and the number of lost steps."""
     began = time.time()
-    longest, lost = measured(contender.job, after, happens)
-    made = sorted(contender.job.made(), key=lambda each: each.time)
-    earlier, later = max(
-        (pair for pair in pairwise(made) if pair[1].time > began), key=lambda pair: pair[1].time - pair[0].time
+    happens()
+    made = contender.job.await_steps(STEPS_AFTER, after, began)
+    # Not the longest time between any two steps: a step of a large model can take longer than a pause on a busy machine.
+    earlier, later = next(
+        pair for pair in pairwise(made) if pair[1].time > began and pair[0].world != pair[1].world == after
     )
-    since = [each.time for each in made if each.time >= later.time]
-    step = statistics.median(second - first for first, second in pairwise(since))
-    return {"pause, s": longest - step, "steps lost": lost, "step, s": step, **contender.parts(earlier, later)}
+    times = [each.time for each in made if each.time >= later.time]
+    step = statistics.median(second - first for first, second in pairwise(times))
+    lost = max(each.step for each in made if each.time <= earlier.time) + 1 - later.step
+    pause = later.time - earlier.time - step
+    return {"pause, s": pause, "steps lost": lost, "step, s": step, **contender.parts(earlier, later)}
 
 
 def bandwidth() -> float:
@@ -225,6 +226,12 @@ def comparison(figures: dict[str, float], names: Sequence[str], sizes: Sequence[
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument(
+        "--settle-steps",
+        type=int,
+        default=12,
+        help="steps before each change, more than between two checkpoints of Ray Train",
+    )
     parser.add_argument("--sizes", nargs="*", default=list(MODELS), choices=list(MODELS))
     parser.add_argument("--contenders", nargs="*", default=list(CONTENDERS), choices=list(CONTENDERS))
     options = parser.parse_args()
@@ -241,7 +248,7 @@ def main() -> None:
                     rounds[-1][f"{size}: bound of the pause, s"] = FIXED_S + moved / (rate / 2)
                     for name in options.contenders:
                         print(f"round {number + 1}, {size}, {name}, load {os.getloadavg()[0]:.1f}", flush=True)
-                        rounds[-1].update(pauses(name, size, folder))
+                        rounds[-1].update(pauses(name, size, folder, options.settle_steps))
         finally:  # figures outlast a contender that does not come up
             print_and_write("pauses", [each for each in rounds if each.keys() == rounds[0].keys()])
     medians = medians_of(rounds)
