@@ -32,7 +32,7 @@ from tests.baselines.result import print_and_write
 from undula.data.prepare.corpora import stdlib_text
 from undula.state.ledger import read_ledger
 from undula.state.processes import descendants, end_group, send_signal
-from undula.storage import open_store
+from undula.storage import Store, open_store
 from undula.testing.nodes import Nodes, nodes
 
 HERE = Path(__file__).parent
@@ -88,12 +88,16 @@ def undula_job(cluster: Nodes, data: str, folder: str, engine: str = "torch") ->
     ]
     store = open_store(f"{folder}/job")
 
-    def made() -> list[Made]:
-        ledger = read_ledger(store)
-        rows = ledger.steps.to_pylist() + ledger.replaced.to_pylist()
-        return [Made(row["step"], row["time"], row["world_size"]) for row in rows]
+    return Job(command, client_env(cluster), lambda: ledger_steps(store))
 
-    return Job(command, client_env(cluster), lambda: made() if store.exists("ledger") else [])
+
+def ledger_steps(store: Store) -> list[Made]:
+    """Return the completed steps of a run by its ledger, including those that were done again."""
+    if not store.exists("ledger"):
+        return []
+    ledger = read_ledger(store)
+    rows = ledger.steps.to_pylist() + ledger.replaced.to_pylist()
+    return [Made(row["step"], row["time"], row["world_size"]) for row in rows]
 
 
 def ray_job(cluster: Nodes, data: str, folder: str) -> Job:

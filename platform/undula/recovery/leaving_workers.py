@@ -10,10 +10,12 @@ from ray.exceptions import RayError
 from torch import Tensor
 
 from undula.recovery.leavers import Common
-from undula.recovery.moves import UNDER_WAY, Part
+from undula.recovery.moves import Part
 from undula.recovery.offers import Answer
 from undula.recovery.worker_state import LostLeaverError
 
+UNDER_WAY = 7
+"""Number of requests for parts that a rank has under way. More than in a group, because each takes longer."""
 ANSWER_S = 5.0
 """Maximum seconds to wait for the description of what workers hold. The others are left out."""
 

@@ -33,12 +33,26 @@ class Rendezvous:
     """Maximum seconds for which a rank waits for the others in a collective."""
 
     def store(self, rank: int, world_size: int) -> TCPStore:
-        """Return the key-value store through which the ranks find each other. Rank 0 serves it."""
+        """Return the key-value store through which the ranks find each other. Rank 0 serves it, and waits until all have joined.
+
+        Raises:
+            torch.distributed.DistStoreError: Not all ranks have joined in RENDEZVOUS_TIMEOUT_S.
+        """
         timeout = timedelta(seconds=RENDEZVOUS_TIMEOUT_S)
-        return TCPStore(self.address, self.port, world_size, is_master=rank == 0, timeout=timeout)
+        if rank > 0:
+            store = TCPStore(
+                self.address, self.port, world_size, is_master=False, timeout=timeout, wait_for_workers=False
+            )
+            store.set(f"joined/{rank}", "")
+            return store
+        assert _server is not None
+        _server.wait([f"joined/{other}" for other in range(1, world_size)], timeout)
+        return _server
 
 
 _rendezvous: Rendezvous | None = None
+_server: TCPStore | None = None
+"""Store of the next group or the present one, if this process serves it."""
 
 
 def set_rendezvous(rendezvous: Rendezvous) -> None:
@@ -77,6 +91,7 @@ class InProcessGroup(AbstractContextManager[None]):
             dist.distributed_c10d._abort_process_group()
         else:
             dist.destroy_process_group()
+        close_server()
         with suppress(RayError):  # the controller may be gone
             get_train_context().controller_actor.wake.remote()
 
@@ -104,15 +119,31 @@ class ElasticTorchBackend(_TorchBackend):
     def on_start(self, worker_group: Any, backend_config: Any) -> None:
         gpus = worker_group.get_resources_per_worker().get("GPU", 0)
         backend = backend_config.backend or ("nccl" if gpus else "gloo")
-        address, port = worker_group.execute_single(0, _free_address)
+        address, port = worker_group.execute_single(0, _address_of_server, len(worker_group))
         worker_group.execute(set_rendezvous, Rendezvous(address, port, backend, float(backend_config.timeout_s)))
 
     def on_shutdown(self, worker_group: Any, backend_config: Any) -> None:
         """Do nothing, because the contexts of the train functions have already destroyed their process groups."""
 
 
-def _free_address() -> tuple[str, int]:
+def _address_of_server(world_size: int) -> tuple[str, int]:
+    """Serve the store of the next group, and return its address.
+
+    A rank that came before the server would wait for the retry of its connection, which takes half a second. A single rank needs no server.
+    """
+    global _server
     from ray.train._internal.utils import get_address_and_port
 
     address, port = get_address_and_port()
+    close_server()
+    if world_size > 1:
+        timeout = timedelta(seconds=RENDEZVOUS_TIMEOUT_S)
+        _server = TCPStore(str(address), 0, world_size, is_master=True, timeout=timeout, wait_for_workers=False)
+        port = _server.port
     return str(address), int(port)
+
+
+def close_server() -> None:
+    """Forget the store that this process has served."""
+    global _server
+    _server = None
