@@ -18,7 +18,8 @@ from ray.train.v2._internal.execution.worker_group.worker import RayTrainWorker
 
 from undula.elastic.ray import actor
 from undula.elastic.ray.actor import ElasticWorker, WorkerMetadata, rehearse_steps, resident_memory
-from undula.elastic.ray.pool import PooledWorker, _that_see
+from undula.elastic.ray.pool import _that_see
+from undula.elastic.ray.pooled_worker import PooledWorker
 from undula.recovery.progress import HAND_OVER
 from undula.recovery.worker_state import WorkerState
 from undula.state.processes import ProcessIdentity, identity_of

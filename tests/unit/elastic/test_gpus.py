@@ -29,7 +29,8 @@ from undula.elastic.ray.cluster_gpus import autoscaling_config, offers_gpus, sta
 from undula.elastic.ray.environment import SURVIVE_NCCL, variables_of_worker
 from undula.elastic.ray.failures import refusal_of
 from undula.elastic.ray.gpus import hide_unreserved_gpus, refuse_unseen_gpus
-from undula.elastic.ray.pool import PooledWorker, WorkerPool
+from undula.elastic.ray.pool import WorkerPool
+from undula.elastic.ray.pooled_worker import PooledWorker
 from undula.elastic.ray.scaling import PoolPolicy
 from undula.elastic.worker import prepare_worker
 from undula.errors import ClusterError, StorageError

@@ -18,7 +18,7 @@ from ray.train.v2._internal.execution.controller.state import (
 from ray.train.v2._internal.execution.worker_group import WorkerGroup
 
 from undula.elastic.ray.failures import is_waiting, summary
-from undula.elastic.ray.pool import PooledWorker
+from undula.elastic.ray.pooled_worker import PooledWorker
 from undula.plan.fleet import MACHINE, MARKET
 from undula.state.events import CrashEvent, Event, GroupEvent, NoticeEvent, WaitingEvent, WorkerPlace
 

@@ -17,7 +17,8 @@ from ray.train.v2._internal.util import invoke_context_managers
 
 from undula.elastic.pure.ranks import order_by_state
 from undula.elastic.ray.failures import NotEnoughWorkersError
-from undula.elastic.ray.pool import LEAVE_TIMEOUT_S, PooledWorker, WorkerPool
+from undula.elastic.ray.pool import WorkerPool
+from undula.elastic.ray.pooled_worker import LEAVE_TIMEOUT_S, PooledWorker
 from undula.errors import UndulaError
 
 

@@ -14,9 +14,10 @@ from ray.train.v2._internal.util import ObjectRefWrapper, bundle_to_remote_args
 from undula.elastic.pure.fleet import FleetManager
 from undula.elastic.pure.nodes import Node
 from undula.elastic.pure.policy import WorkerSlot
-from undula.elastic.ray.actor import Departure, ElasticWorker, WorkerMetadata
+from undula.elastic.ray.actor import ElasticWorker, WorkerMetadata
 from undula.elastic.ray.capacity import Labels, alive_nodes
 from undula.elastic.ray.environment import variables_of_worker
+from undula.elastic.ray.pooled_worker import LEAVE_TIMEOUT_S, PooledWorker, accepted, departure_of, responding_in_time
 from undula.errors import ClusterError
 from undula.recovery.replica_store import ReplicaStore
 from undula.recovery.snapshot import parsed
@@ -37,50 +38,6 @@ LAST_MOMENT_S = 5.0
 """Seconds before the removal of its node at which a worker sends its state to the head, whether a group is starting or not."""
 MIN_PING_TIMEOUT_S = 0.05
 """Minimum time in seconds that a worker gets to answer a ping."""
-LEAVE_TIMEOUT_S = 26.0
-"""Maximum seconds without an answer from a worker that was asked to end everything that its group has left running."""
-LEAVE_PATIENCE_S = LEAVE_TIMEOUT_S / 2
-"""Maximum seconds in which a leaving worker may make no progress, for example while a rendezvous fails."""
-
-
-@dataclass
-class PooledWorker:
-    """Worker process in a pool, ready or still starting."""
-
-    actor: Any
-    node: str
-    """Id of the node on which the worker runs."""
-    preparing: Any
-    """Reference to the result of `ElasticWorker.prepare`."""
-    started: float
-    """Start time on the monotonic clock, in seconds."""
-    metadata: WorkerMetadata | None = None
-    """Address of the worker and identity of its process; None until it is ready."""
-    in_group: bool = False
-    has_trained: bool = False
-    """Whether the worker has been in a group and may therefore hold the run's state."""
-    holds_state: bool = False
-    """Whether the worker has been in the newest group that has restored the state, which it may therefore hold."""
-    place: tuple[int, int] | None = None
-    """Rank of the worker in its last group, and number of ranks of this group; None before its first group."""
-    leaving: Any = None
-    """Reference to the result of `ElasticWorker.leave_group`; None unless the worker is leaving its group."""
-    left_at: float = 0.0
-    """Time at which it has left its last group, on the monotonic clock, in seconds."""
-    is_refused: bool = False
-    """Whether the head had no room for its state."""
-    asked_at: float = 0.0
-    """Time of that call on the monotonic clock, in seconds."""
-    export: Any = None
-    """Reference to the result of `ElasticWorker.export_state`; None unless the state was requested because the node will be removed."""
-
-    @property
-    def id(self) -> str:
-        return str(self.actor._actor_id.hex())
-
-    def leave(self) -> None:
-        """Begin to leave the group, or go on with it."""
-        self.leaving, self.asked_at = self.actor.leave_group.remote(LEAVE_PATIENCE_S), time.monotonic()
 
 
 @dataclass
@@ -246,7 +203,7 @@ class WorkerPool:
 
     def responsive(self, members: Sequence[PooledWorker]) -> list[PooledWorker]:
         """Return the members that answer a ping, in the same order. Drop the others, because the start of a group could block on them."""
-        present = _accepted({member.actor.ping.remote(): member for member in members}, PING_TIMEOUT_S)
+        present = accepted({member.actor.ping.remote(): member for member in members}, PING_TIMEOUT_S)
         for member in members:
             if member not in present:
                 self.drop(member.id, "unresponsive")
@@ -263,7 +220,7 @@ class WorkerPool:
         """
         members = [self.workers[id] for id in silent_s if id in self.workers and self.workers[id].in_group]
         timeouts_s = {worker.id: max(PING_TIMEOUT_S - silent_s[worker.id], MIN_PING_TIMEOUT_S) for worker in members}
-        responsive = _responding_in_time({worker.actor.ping.remote(): worker for worker in members}, timeouts_s)
+        responsive = responding_in_time({worker.actor.ping.remote(): worker for worker in members}, timeouts_s)
         for worker in members:
             worker.in_group = False
             if worker not in responsive:
@@ -282,7 +239,7 @@ class WorkerPool:
         for answer, worker in leaving.items():
             if answer in done:
                 worker.leaving = None
-                match _departure(answer):
+                match departure_of(answer):
                     case "left":
                         worker.left_at, worker.is_refused = time.monotonic(), False
                     case "busy":
@@ -378,40 +335,3 @@ def _that_see(gone: WorkerMetadata, others: Iterable[PooledWorker]) -> list[Pool
     """
     namespace = gone.process.namespace
     return [other for other in others if other.metadata and namespace and other.metadata.process.namespace == namespace]
-
-
-def _responding_in_time(answers: dict[Any, PooledWorker], timeouts_s: Mapping[str, float]) -> list[PooledWorker]:
-    """Return the workers that answer. The wait ends when the time limits of all workers that have not answered are over."""
-    began, responding = time.monotonic(), []
-    while answers:
-        left = max(timeouts_s[worker.id] for worker in answers.values()) - (time.monotonic() - began)
-        done, _ = ray.wait(list(answers), num_returns=1, timeout=max(left, 0))
-        if not done:
-            break
-        worker = answers.pop(done[0])
-        responding += [worker] if _is_accepted(done[0]) else []
-    return responding
-
-
-def _accepted(answers: Mapping[Any, PooledWorker], timeout_s: float) -> list[PooledWorker]:
-    """Return the workers whose answer arrives in time and is neither False nor an error."""
-    if not answers:
-        return []
-    done, _ = ray.wait(list(answers), num_returns=len(answers), timeout=timeout_s)
-    return [answers[answer] for answer in done if _is_accepted(answer)]
-
-
-def _departure(answer: Any) -> Departure:
-    """Return the result of `ElasticWorker.leave_group`. A worker whose process has ended cannot be used again."""
-    try:
-        departure: Departure = ray.get(answer)
-    except RayError:
-        return "unusable"
-    return departure
-
-
-def _is_accepted(answer: Any) -> bool:
-    try:
-        return ray.get(answer) is not False
-    except RayError:
-        return False
