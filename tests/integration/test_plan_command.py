@@ -9,6 +9,7 @@ import pytest
 import yaml
 from jobs_kit import LANGUAGE_MODEL
 
+from undula.plan.host_memory import UPDATES
 from undula.plan.rates import MeasuredRates
 from undula.plan.scaling import Link
 from undula.plan.work import DeviceRates
@@ -63,7 +64,8 @@ def test_a_sharded_model_is_planned_with_what_each_worker_holds() -> None:
     assert held[2]["gathered"] > 0
     assert sharded["higher_stage"] is None
     snapshots = [each["snapshots"] for each in sharded["host"]["hosts"]]
-    assert snapshots == pytest.approx([2 * sharded["state"]["snapshot_bytes"]] * 2, rel=0.01)
+    kept = 2 * sharded["state"]["snapshot_bytes"] + UPDATES * sharded["state"]["gradient_bytes"]
+    assert snapshots == pytest.approx([kept] * 2, rel=0.01)
 
 
 def test_tokens_per_second_are_shown_and_can_be_a_target_and_a_page_is_written(tmp_path: Path) -> None:
