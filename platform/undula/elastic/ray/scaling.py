@@ -50,6 +50,8 @@ START_S = 15.0
 """Seconds within which workers that start are expected to be ready."""
 LOST_NODE_S = 3.0
 """Seconds to wait until a worker starts on a node on which one was lost with its part of the state."""
+STATE_START_S = 60.0
+"""Maximum seconds to wait for a worker that is starting on such a node. If the node is lost after all, Ray notices that before."""
 FIRST_START_PATIENCE_S = 30.0
 """Maximum seconds for which a job that has its minimum of workers waits at its start for more workers that are starting."""
 
@@ -175,7 +177,7 @@ class PoolPolicy(ScalingPolicy):
             holders = pool.lost_on & staying
             is_held = holders <= {worker.node for worker in pool.ready()}
             is_starting = any(worker.node in holders for worker in pool.workers.values() if not worker.metadata)
-            limit_s = START_S if is_starting else LOST_NODE_S
+            limit_s = STATE_START_S if is_starting else LOST_NODE_S
         if pool.is_exporting:
             return True
         if is_held or not holders:
