@@ -21,7 +21,7 @@ class Leavers(Protocol):
     """
 
     names: list[str]
-    """Names of those that have answered to rank 0, in the order of their numbers."""
+    """Names of the workers that have answered rank 0. Their places in this list are their numbers."""
 
     def answers(self, plan_digest: str) -> list[tuple[str, list[Answer]]]:
         """Ask all of them for the states of a plan that they hold, and return their names and answers."""

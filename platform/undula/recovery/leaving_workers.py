@@ -27,7 +27,7 @@ class LeavingWorkers:
         controller: Handle of the controller's actor, which has the method `leavers` of ElasticController.
 
     Attributes:
-        names: Names of those that have answered to rank 0, in the order of their numbers.
+        names: Names of the workers that have answered rank 0. Their places in this list are their numbers.
     """
 
     def __init__(self, controller: Any):

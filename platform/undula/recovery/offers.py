@@ -125,9 +125,8 @@ def chosen(answers: Answers, age: Age) -> list[list[int]]:
     If sources have the whole state, these are theirs. Otherwise, each box comes from one source: what is settled comes before what must be
     computed again, and a process before the memory of a node. The parts of several lost ranks are spread over the ranks that can read them.
     """
-    changes = max(
-        changes for their_age, changes in _states(answers) if their_age == age
-    )  # the latest state of this age
+    # Of several states of one age, the one after the most of the script's own work.
+    changes = max(changes for their_age, changes in _states(answers) if their_age == age)
     of_age = [
         (source, place, answer)
         for source, of_source in enumerate(answers)

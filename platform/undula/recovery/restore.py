@@ -159,7 +159,7 @@ class Restorer:
         return Restored(age[1], age[0], origin, rows, beside_model_and_optimizer(values))
 
     def _common(self, mine: Sequence[Offer], used: Answers, age: Age) -> Common:
-        """Return what all ranks take over from the first source that has committed the state."""
+        """Return the values, rows and table that the first source that has committed the state knows, on all ranks."""
         layout = self.layout
         source = next(number for number, of_source in enumerate(used) if any(answer.is_settled for answer in of_source))
         common: list[Any] = [None]
@@ -197,7 +197,7 @@ class Restorer:
                     piece.copy_(part.view(piece.shape))
 
     def _gather(self, targets: Targets, states: Sequence[RankState], sources: Sequence[Held], dtypes: Dtypes) -> None:
-        """Copy a state of which ranks need parts: what this rank has itself, and then what it lacks from those that have it."""
+        """Fill the pieces of this rank: first from what it has itself, and then from the sources that have the rest."""
         layout, pieces = self.layout, targets.distinct
         for state in reversed(states):
             for name, target in pieces.items():

@@ -272,7 +272,7 @@ class StepBoundary:
         worker, committed = self._worker, self._attempt.committed
         # Otherwise this group has no intact state of a committed step, and the process keeps what it held before.
         self.report_unfinished()
-        # A sharded model's state of the former group stays until the first commit, and is the same as what this group has restored.
+        # A process of a sharded model keeps what it held for the former group until this one has committed a step.
         if committed and self._model.baseline.is_intact and worker.held is None:
             self._model.baseline.put_back()
             self._model.engine.free_gradients()

@@ -64,7 +64,7 @@ class WorkerPool:
     shares_state: bool = False
     """Whether the ranks hold different parts of the state."""
     lost_on: set[str] = field(default_factory=set)
-    """Ids of the nodes on which a worker was lost that held the newest state, until a group has restored this."""
+    """Ids of the nodes on which a worker that had trained was lost, until a group has committed a step."""
     trained_on: set[str] = field(default_factory=set)
     """Ids of the nodes on which workers have trained. The memory of these nodes may hold the run's state."""
     replicas: ReplicaStore = field(default_factory=ReplicaStore)
@@ -159,7 +159,7 @@ class WorkerPool:
 
     def leavers(self) -> list[PooledWorker]:
         """Return the workers that are in no group but may hold the newest state."""
-        return [worker for worker in self.workers.values() if worker.holds_state and not worker.in_group]
+        return [worker for worker in self.workers.values() if worker.has_trained and not worker.in_group]
 
     def restored(self) -> None:
         """Record that the group has committed a step, so that it needs nothing more of other workers."""
@@ -168,7 +168,10 @@ class WorkerPool:
             worker.holds_state = worker.in_group
 
     def ready(self) -> list[PooledWorker]:
-        """Return the workers that can join a group: first those that have trained, and those on nodes with the state of a lost worker."""
+        """Return the workers that can join a group.
+
+        First come those that may hold the state, and those on nodes whose memory may have the part of a lost worker.
+        """
         known = (worker for worker in self.workers.values() if worker.metadata and worker.leaving is None)
         ready = [worker for worker in known if worker.node not in self.notices]
         return sorted(
@@ -260,7 +263,7 @@ class WorkerPool:
         gone = self.workers.pop(worker, None)
         if gone is None:
             return
-        if gone.holds_state:
+        if gone.has_trained:
             self.lost_on.add(gone.node)
         if cause and gone.metadata:
             self.on_event(CrashEvent(cause, node=gone.node, pid=gone.metadata.pid))

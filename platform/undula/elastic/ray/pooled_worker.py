@@ -33,17 +33,17 @@ class PooledWorker:
     has_trained: bool = False
     """Whether the worker has been in a group and may therefore hold the run's state."""
     holds_state: bool = False
-    """Whether the worker has been in the newest group that has restored the state, which it may therefore hold."""
+    """Whether the worker was in the newest group that has committed a step, so that it may hold the newest state."""
     place: tuple[int, int] | None = None
     """Rank of the worker in its last group, and number of ranks of this group; None before its first group."""
     leaving: Any = None
     """Reference to the result of `ElasticWorker.leave_group`; None unless the worker is leaving its group."""
-    left_at: float = 0.0
-    """Time at which it has left its last group, on the monotonic clock, in seconds."""
-    is_refused: bool = False
-    """Whether the head had no room for its state."""
     asked_at: float = 0.0
     """Time of that call on the monotonic clock, in seconds."""
+    left_at: float = 0.0
+    """Time at which the worker left its last group, on the monotonic clock, in seconds."""
+    is_refused: bool = False
+    """Whether the head had no room for the worker's state."""
     export: Any = None
     """Reference to the result of `ElasticWorker.export_state`; None unless the state was requested because the node will be removed."""
 

@@ -51,7 +51,7 @@ START_S = 15.0
 LOST_NODE_S = 3.0
 """Seconds to wait until a worker starts on a node on which one was lost with its part of the state."""
 STATE_START_S = 60.0
-"""Maximum seconds to wait for a worker that is starting on such a node. If the node is lost after all, Ray notices that before."""
+"""Maximum seconds to wait for a worker that is starting on such a node. If the node itself is lost, Ray notices this earlier."""
 FIRST_START_PATIENCE_S = 30.0
 """Maximum seconds for which a job that has its minimum of workers waits at its start for more workers that are starting."""
 
