@@ -10,6 +10,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from undula.errors import RunError
+from undula.state.pieces import local_part
 from undula.state.squares import square_sums
 
 
@@ -91,4 +92,4 @@ def gradients(params: Iterable[Tensor]) -> list[Tensor]:
 
 def local(tensors: Iterable[Tensor]) -> list[Tensor]:
     """Return the part of each tensor that this rank holds, without copying. A tensor that is not sharded is returned as it is."""
-    return [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors]
+    return list(map(local_part, tensors))

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from undula.plan.precision import Compute
-from undula.state.pieces import as_real, is_sharded_tensor
+from undula.state.pieces import as_real, local_part
 
 
 def dtype_of(compute: Compute) -> torch.dtype | None:
@@ -97,8 +97,7 @@ def _stored_values(parameter: nn.Parameter) -> Tensor:
     if gradient.is_sparse:
         parameter.grad = gradient = gradient.coalesce()
         gradient = gradient._values()
-    local: Tensor = gradient.to_local() if is_sharded_tensor(gradient) else gradient  # type: ignore[attr-defined]
-    return as_real(local)
+    return as_real(local_part(gradient))
 
 
 def cpu_problem(compute: Compute) -> str | None:

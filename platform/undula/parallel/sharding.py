@@ -149,6 +149,13 @@ def has_known_results(optimizer: Optimizer) -> bool:
     return _is_compared(optimizer) and not any(group.get("fused") for group in optimizer.param_groups)
 
 
+def has_own_step(optimizer: Optimizer) -> bool:
+    """Return whether the script has given an optimizer hooks or a step of its own. Schedulers of torch count the steps of an optimizer."""
+    step = vars(optimizer).get("step")
+    is_replaced = step is not None and not getattr(step, "_wrapped_by_lr_sched", False)
+    return bool(optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks or is_replaced)
+
+
 def _is_compared(optimizer: Optimizer) -> bool:
     kind = type(optimizer)
     return kind in _COMPARED or f"{kind.__module__}.{kind.__name__}" in _OWN

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from undula.parallel.sharding import Settles, has_known_results
+from undula.parallel.sharding import Settles, has_known_results, has_own_step
 from undula.recovery.baseline import Elements, Samples, differ
 from undula.recovery.node_memory import reserve
 from undula.recovery.replay import APPLIES, BEFORE, CHANGES, GRADIENT, KIND, LATER, OTHERS, PRESENT, TRUST, kind_of
@@ -19,7 +19,7 @@ from undula.recovery.snapshot import SLOTS, UPDATE_SLOTS, Arrangement, encoded, 
 from undula.recovery.worker_state import HeldState
 from undula.state.model_state import parameter_names
 from undula.state.optimizer_state import GROUPS, encoded_groups
-from undula.state.pieces import Piece, RankState, is_sharded, is_sharded_tensor, piece_of
+from undula.state.pieces import Piece, RankState, is_sharded, local_part, piece_of
 
 
 class UpdateLog:
@@ -77,7 +77,7 @@ class UpdateLog:
 
     def _look(self) -> tuple[Elements, list[tuple[int, int]]]:
         entries = [value for state in self._optimizer.state.values() for value in state.values()]
-        tensors = [_local(value) for value in entries if isinstance(value, Tensor)]
+        tensors = [local_part(value) for value in entries if isinstance(value, Tensor)]
         return self._samples.take(), [(tensor.data_ptr(), tensor._version) for tensor in tensors]
 
     def record(self, before: int, done: int, applies: bool) -> None:
@@ -98,7 +98,7 @@ class UpdateLog:
             if parameter.grad is None:
                 gradient = place.tensor.new_zeros(()).expand(place.tensor.shape)  # takes its place in the slot
             else:
-                gradient = _local(parameter.grad).detach()
+                gradient = local_part(parameter.grad).detach()
                 present.append(name)
             pieces[GRADIENT + name] = Piece(gradient, place.shape, place.offsets, place.is_replicated)
         if isinstance(self._optimizer, Settles) and applies:
@@ -168,14 +168,6 @@ class UpdateLog:
 def can_record(module: nn.Module, optimizer: torch.optim.Optimizer) -> bool:
     """Return whether the updates of an optimizer can be taken again on the shards of a module, with the same bits.
 
-    That is unknown if the script has given the optimizer hooks or a step of its own. Schedulers of torch count the steps of an optimizer.
+    That is unknown if the script has given the optimizer hooks or a step of its own.
     """
-    has_hooks = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
-    step = vars(optimizer).get("step")
-    has_step = step is not None and not getattr(step, "_wrapped_by_lr_sched", False)
-    return is_sharded(module) and has_known_results(optimizer) and not has_hooks and not has_step
-
-
-def _local(tensor: Tensor) -> Tensor:
-    own: Tensor = tensor.to_local() if is_sharded_tensor(tensor) else tensor  # type: ignore[attr-defined]
-    return own
+    return is_sharded(module) and has_known_results(optimizer) and not has_own_step(optimizer)

@@ -121,6 +121,12 @@ def is_sharded_tensor(value: object) -> bool:
     return isinstance(value, getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", ()))
 
 
+def local_part(tensor: Any) -> Tensor:
+    """Return the part of a tensor that this rank holds, without copying: the whole tensor if it is not sharded."""
+    part: Tensor = tensor.to_local() if is_sharded_tensor(tensor) else tensor
+    return part
+
+
 def is_sharded(module: nn.Module) -> bool:
     """Return whether a parameter of a module is sharded."""
     return any(map(is_sharded_tensor, module.parameters()))
@@ -139,7 +145,7 @@ def piece_of(value: Any) -> Piece:
     if not is_sharded_tensor(value):
         return Piece(value.detach(), tuple(value.shape), (0,) * value.dim())
     (chunk,) = value.__create_chunk_list__()
-    local = value.to_local().detach()
+    local = local_part(value).detach()
     return Piece(
         local, tuple(value.shape), tuple(chunk.offsets), is_replicated=tuple(local.shape) == tuple(value.shape)
     )

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from undula.state.pieces import as_real, is_sharded_tensor
+from undula.state.pieces import as_real, is_sharded_tensor, local_part
 
 PART = 2**16
 """Number of elements that are summed at once. The bound of the error holds for so many."""
@@ -53,7 +53,7 @@ def square_sums(groups: Sequence[Sequence[Tensor]]) -> Tensor:
 
 def _local(tensor: Any) -> Tensor:
     """Return the stored elements that this rank has of a tensor, as real numbers of at least 32 bits; shape [elements]."""
-    own: Tensor = tensor.to_local() if is_sharded_tensor(tensor) else tensor
+    own = local_part(tensor)
     own = as_real(own.coalesce().values() if own.is_sparse else own).detach().reshape(-1)
     return own.to(torch.promote_types(own.dtype, torch.float32))
 

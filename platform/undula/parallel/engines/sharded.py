@@ -2,6 +2,7 @@
 
 import weakref
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -17,11 +18,19 @@ from undula.parallel.collectives import broadcast_from_rank_0
 from undula.parallel.engines.engine import Engine
 from undula.parallel.gradient_hooks import ShowGradient
 from undula.parallel.layout import Layout
+from undula.parallel.local_step import on_local_parts
 from undula.parallel.materialize import is_on_meta, materialize, own_layers, problem_of_meta
 from undula.parallel.precision import dtype_of
 from undula.parallel.reduce.sharded import PROBLEM_OF_SHARDS, ShardedAccumulator
 from undula.parallel.sharded_numbers import refuse_local_numbers
-from undula.parallel.sharding import problem_of_dtypes, problem_of_sharding, set_up_optimizer
+from undula.parallel.sharding import (
+    Settles,
+    has_known_results,
+    has_own_step,
+    problem_of_dtypes,
+    problem_of_sharding,
+    set_up_optimizer,
+)
 from undula.parallel.spec import EngineSettings
 from undula.parallel.units import units_of
 from undula.plan.plan import MicroBatch
@@ -231,7 +240,10 @@ class ShardedEngine(Engine):
     def step(self, applies: bool = True) -> None:
         """Step the optimizer. What a forward pass of the script has gathered since the last backward pass would be out of date."""
         self.reshard()
-        super().step(applies)
+        is_settled = not isinstance(self.optimizer, Settles) or self.optimizer.settled is not None
+        is_local = is_settled and has_known_results(self.optimizer) and not has_own_step(self.optimizer)
+        with on_local_parts(self.optimizer) if is_local else nullcontext():
+            super().step(applies)
 
 
 def _parts(module: nn.Module) -> Iterator[FSDPModule]:
