@@ -10,10 +10,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from undula.state.pieces import local_part
+from undula.state.pieces import is_sharded_tensor, local_part, shard_with
 
 
 @contextmanager
@@ -64,8 +63,5 @@ def _local_state(state: dict[str, Any]) -> dict[str, Any]:
 
 def _sharded(value: Any, shard: nn.Parameter, part: nn.Parameter) -> Any:
     """Return a value that a step has added to the state of a parameter. Values of its shape are shards as it is."""
-    if not (isinstance(value, Tensor) and isinstance(shard, DTensor) and value.shape == part.shape):
-        return value
-    return DTensor.from_local(
-        value, shard.device_mesh, shard.placements, run_check=False, shape=shard.shape, stride=shard.stride()
-    )
+    is_like_it = isinstance(value, Tensor) and is_sharded_tensor(shard) and value.shape == part.shape
+    return shard_with(value, shard) if is_like_it else value

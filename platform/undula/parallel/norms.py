@@ -5,6 +5,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor, nn
 
+from undula.state.pieces import local_part
 from undula.state.squares import square_sums
 
 
@@ -22,11 +23,17 @@ def gradient_norm(parameters: Iterable[nn.Parameter]) -> Tensor:
 
 
 def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float, norm: Tensor) -> None:
-    """Scale all gradients so that their norm becomes `max_norm`, if their present norm `norm` is larger."""
-    dense = []
+    """Scale all gradients so that their norm becomes `max_norm`, if their present norm `norm` is larger.
+
+    The factor is that of `torch.nn.utils.clip_grads_with_norm_`, which would take a fifth of a second in the first step on shards.
+    """
+    factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+    dense: dict[torch.device, list[Tensor]] = {}
     for parameter in parameters:
         if parameter.grad is not None and parameter.grad.is_sparse:
-            parameter.grad = parameter.grad * torch.clamp(max_norm / (norm + 1e-6), max=1.0)
-        else:
-            dense.append(parameter)
-    torch.nn.utils.clip_grads_with_norm_(dense, max_norm, norm)
+            parameter.grad = parameter.grad * factor
+        elif parameter.grad is not None:
+            gradient = local_part(parameter.grad)
+            dense.setdefault(gradient.device, []).append(gradient)
+    for device, gradients in dense.items():
+        torch._foreach_mul_(gradients, factor.to(device))

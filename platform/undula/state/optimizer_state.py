@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from undula.errors import CheckpointError, UsageError
-from undula.state.pieces import TensorSpec, dtype_named, empty_tensor, is_sharded_tensor
+from undula.state.pieces import TensorSpec, dtype_named, empty_tensor, is_sharded_tensor, local_part, shard_with
 from undula.state.values import checked, decode, encode, leaves
 
 STATE = "optimizer.state"
@@ -105,7 +105,8 @@ def load_optimizer_state(
 def state_like(optimizer: torch.optim.Optimizer, parameter: nn.Parameter, key: str, spec: TensorSpec) -> Tensor:
     """Return an empty tensor for an entry of a parameter's state, on the device on which torch's optimizers keep such an entry."""
     if spec.shape == tuple(parameter.shape) and key != "step" and (is_sharded_tensor(parameter) or not spec.strides):
-        return torch.empty_like(parameter, dtype=dtype_named(spec.dtype), requires_grad=False)
+        part = torch.empty_like(local_part(parameter), dtype=dtype_named(spec.dtype), requires_grad=False)
+        return shard_with(part, parameter) if is_sharded_tensor(parameter) else part
     is_on_device = key != "step"
     for group in optimizer.param_groups:
         if any(parameter is member for member in group["params"]):

@@ -92,14 +92,19 @@ def dumps_by_value(value: Any) -> bytes:
 def modules_of(folder: Path) -> list[ModuleType]:
     """Return the modules that Python has imported from a folder, as those beside a script. This package is not among them."""
     root = os.path.realpath(folder)
-    real = cache(os.path.realpath)  # cached, because thousands of modules share few folders
+
+    @cache  # thousands of modules share few folders
+    def parts_below(parent: str) -> tuple[str, ...] | None:
+        place = Path(os.path.realpath(parent))
+        return place.relative_to(root).parts if place.is_relative_to(root) else None
 
     def is_inside(module: ModuleType) -> bool:
         file, parts = getattr(module, "__file__", None), tuple(str(getattr(module, "__name__", "")).split("."))
-        if not isinstance(file, str) or parts[0] == "undula" or not Path(file).is_absolute():
+        if not isinstance(file, str) or parts[0] == "undula" or not file.startswith(os.sep):
             return False  # modules that torch makes have paths such as `_ops.py`
-        place = Path(real(Path(file).parent), Path(file).name.partition(".")[0])
-        return place.is_relative_to(root) and place.relative_to(root).parts in (parts, (*parts, "__init__"))
+        parent, _, name = file.rpartition(os.sep)
+        below = parts_below(parent)
+        return below is not None and (*below, name.partition(".")[0]) in (parts, (*parts, "__init__"))
 
     return [module for module in list(sys.modules.values()) if is_inside(module)]
 

@@ -37,7 +37,7 @@ from undula.train.tracebacks import kept_traceback
 
 PROMPT_END_S = 0.3
 """Seconds within which a train function normally ends after it has left the group or a collective has failed."""
-LATE_IMPORTS = ("ray.tune", "undula.elastic.ray.backend", "undula.train.run", "undula.state.checkpoint_files")
+LATE_IMPORTS = ("ray.tune", "undula.elastic.ray.controller", "undula.train.run", "undula.state.checkpoint_files")
 """Modules that Ray Train, a group's first rendezvous and a run's first checkpoint would otherwise import while other ranks wait."""
 KEPT_FUNCTION_BYTES = 64 * 2**20
 """Maximum size of a train function that each worker keeps, in bytes."""
