@@ -1,21 +1,25 @@
 """The workers of a run that are in no group any more, as actors of Ray."""
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from itertools import cycle
 from typing import Any
 
 import ray
-import torch
 from ray.exceptions import RayError
 from torch import Tensor
 
 from undula.recovery.leavers import Common
 from undula.recovery.moves import Part
 from undula.recovery.offers import Answer
+from undula.recovery.part_server import PartAddress, PartClient
 from undula.recovery.worker_state import LostLeaverError
 
-UNDER_WAY = 7
-"""Number of requests for parts that a rank has under way. More than in a group, because each takes longer."""
+LANES = 2
+"""Number of connections to a worker, so that it packs parts while others are on their way."""
+UNDER_WAY = 3
+"""Maximum number of requests for parts whose answers a rank may hold at a time."""
 ANSWER_S = 5.0
 """Maximum seconds to wait for the description of what workers hold. The others are left out."""
 
@@ -66,13 +70,21 @@ class LeavingWorkers:
         Raises:
             LostLeaverError: A worker was lost.
         """
-        under_way: deque[Any] = deque()
-        for number, parts in asked:
-            under_way.append(self._actor(number).offered_parts.remote(parts))
-            if len(under_way) == UNDER_WAY:
-                yield _tensor(_answer(under_way.popleft()))
-        while under_way:
-            yield _tensor(_answer(under_way.popleft()))
+        numbers = {number for number, _ in asked}
+        served = {number: self._actor(number).serve_parts.remote() for number in numbers}
+        addresses = {number: _answer(address) for number, address in served.items()}
+        lanes = [_Lane(addresses) for _ in range(LANES)]
+        under_way: deque[Future[Tensor]] = deque()
+        try:
+            for (number, parts), lane in zip(asked, cycle(lanes)):
+                if len(under_way) == UNDER_WAY:
+                    yield _received(under_way.popleft())
+                under_way.append(lane.fetch(number, parts))
+            while under_way:
+                yield _received(under_way.popleft())
+        finally:
+            for lane in lanes:
+                lane.close()
 
     def _actors(self) -> dict[str, Any]:
         if self._known is None:
@@ -93,5 +105,28 @@ def _answer(reference: Any) -> Any:
         raise LostLeaverError(f"a worker that was leaving was lost: {error}") from error
 
 
-def _tensor(array: Any) -> Tensor:
-    return torch.from_numpy(array.copy())  # Ray's arrays are read-only
+def _received(parts: "Future[Tensor]") -> Tensor:
+    try:
+        return parts.result()
+    except OSError as error:
+        raise LostLeaverError(f"a worker that was leaving was lost: {error}") from error
+
+
+class _Lane:
+    """Thread that fetches parts of the state of workers, one request after another, over a connection to each worker."""
+
+    def __init__(self, addresses: Mapping[int, PartAddress]):
+        self._addresses = addresses
+        self._clients: dict[int, PartClient] = {}
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="undula-parts")
+
+    def fetch(self, number: int, parts: Sequence[Part]) -> "Future[Tensor]":
+        """Begin to fetch parts from a worker, given its number. The result raises OSError if it was lost."""
+        if number not in self._clients:
+            self._clients[number] = PartClient(self._addresses[number])
+        return self._thread.submit(self._clients[number].fetch, parts)
+
+    def close(self) -> None:
+        for client in self._clients.values():
+            client.close()
+        self._thread.shutdown(wait=False, cancel_futures=True)

@@ -5,7 +5,7 @@ import inspect
 import logging
 import os
 import signal
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module
 from typing import Any, Literal, TypeAlias
@@ -27,11 +27,12 @@ from undula.elastic.ray.gpus import refuse_unseen_gpus, reserved_device
 from undula.elastic.sockets import cut_connections, cut_sockets, listening_ports
 from undula.errors import ClusterError
 from undula.recovery.leavers import Common
-from undula.recovery.moves import Part, packed_parts
 from undula.recovery.offers import Answer
+from undula.recovery.part_server import PartAddress, PartServer
 from undula.recovery.progress import LEFT, ProgressView
 from undula.recovery.snapshot import Age, packed
 from undula.recovery.worker_state import Request, WorkerState
+from undula.state.pieces import RankState
 from undula.state.processes import ProcessIdentity, find_process, own_identity, send_signal
 from undula.train.tracebacks import kept_traceback
 
@@ -98,6 +99,8 @@ class ElasticWorker(RayTrainWorker):
     _train_fn: KeptFunction | None = None
     _execute_script: Callable[[], None] | None = None
     """Function that executes the script for the next group; None if the train function does not come from a file."""
+    _parts: PartServer | None = None
+    """Server of the state that this process holds while it is in no group; None until a rank of the next group asks for parts."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -162,6 +165,9 @@ class ElasticWorker(RayTrainWorker):
 
     def init_train_context(self, *arguments: Any, **more: Any) -> None:
         self._state.join_group()
+        if self._parts:
+            self._parts.close()
+            self._parts = None
         self._state.own_ports = listening_ports()  # these include Ray's ports, whose connections must stay
         super().init_train_context(*arguments, **more)
         gc.collect()  # frees objects of the former group in reference cycles, such as its model
@@ -222,12 +228,15 @@ class ElasticWorker(RayTrainWorker):
         assert held is not None
         return held.values, held.rows, held.state.expected
 
-    def offered_parts(self, parts: Sequence[Part]) -> np.ndarray[Any, Any]:
-        """Return parts of the state, as `packed_parts` packs them."""
+    def serve_parts(self) -> PartAddress:
+        """Serve parts of the state that this process holds, until it joins a group. Return where."""
+        if self._parts is None:
+            self._parts = PartServer(ray.util.get_node_ip_address(), self._held_states)  # type: ignore[no-untyped-call]
+        return self._parts.address
+
+    def _held_states(self) -> list[RankState]:
         held = self._state.held
-        assert held is not None
-        packed_now: np.ndarray[Any, Any] = packed_parts([held.state], parts).numpy()
-        return packed_now
+        return [held.state] if held else []
 
     def leave_group(self, timeout_s: float) -> Departure:
         """End everything that the group has left running in this process.
