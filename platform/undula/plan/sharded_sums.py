@@ -20,8 +20,6 @@ class ShardedPass:
     is_first: bool
     """Whether it is the first pass of a step."""
     is_last: bool
-    begins_run: bool = False
-    """Whether it is a pass of the first turn after the start of the worker, which does not know yet how often units run."""
 
 
 def own_virtual_workers(virtual_workers: int, ranks: int, rank: int, stage: int) -> range:
@@ -73,7 +71,6 @@ def _whole(virtual_workers: int, ranks: int, rank: int, stage: int, micro_batche
 def _slices(virtual_workers: int, ranks: int, rank: int, stage: int, micro_batches: int) -> Iterator[ShardedPass]:
     fold = Fold[bool](virtual_workers, lambda left, right: left)
     turns = -(-virtual_workers // ranks)
-    late = 0.0
     for turn in range(turns):
         leaves = range(turn * ranks, min((turn + 1) * ranks, virtual_workers))
         before, most = len(fold.roots), 0
@@ -92,15 +89,7 @@ def _slices(virtual_workers: int, ranks: int, rank: int, stage: int, micro_batch
                 taken,
                 keeps_flat=is_new and not ends,
             )
-            first, last = turn == 0 and is_new, turn == turns - 1 and ends
-            yield ShardedPass(sums, first, last)
-            # With several micro-batches, the first one has shown how often units run.
-            if turn == 0 and micro_batches == 1:
-                late = received - after
-                yield ShardedPass(PassSums(sums.before, received, 2 * received), first, last, begins_run=True)
-            elif turn == 1 and late:
-                waiting = PassSums(sums.before, sums.after, taken, late, sums.keeps_flat)
-                yield ShardedPass(waiting, first, last, begins_run=True)
+            yield ShardedPass(sums, is_first=turn == 0 and is_new, is_last=turn == turns - 1 and ends)
 
 
 def reduction(units: tuple[int, ...], virtual_workers: int, ranks: int, rank: int, stage: int) -> float:

@@ -8,9 +8,6 @@ from undula.plan.memory import Division, Parts, PassCount, StateCount, moments_o
 from undula.plan.sharded_sums import ShardedPass, gradient_messages, own_virtual_workers, passes_of_step, reduction
 from undula.plan.unit_pass import PassMoment, Replay, ReplayedPass
 
-BEGINNING = "first turn"
-"""Moment of the first step after the start of a worker, whose first turn holds the gradients of all units."""
-
 
 def moments(
     state: StateCount, passes: PassCount, division: Division, on_gpu: bool = True, context: float = 0.0
@@ -66,9 +63,8 @@ def _each_moment(rank: int, state: StateCount, passes: PassCount, division: Divi
 
     for each in _passes(rank, division):
         replayed = _replayed(state, passes, division, each)
-        names = (BEGINNING, BEGINNING) if each.begins_run else ("forward pass", "backward pass")
-        for name, moment in zip(names, (replayed.forward, replayed.backward), strict=True):
-            yield name, at(moment, passes.saved_bytes)
+        yield "forward pass", at(replayed.forward, passes.saved_bytes)
+        yield "backward pass", at(replayed.backward, passes.saved_bytes)
     padded = tuple(ranks * unit.gradient_shard_bytes(ranks) for unit in state.units)
     sums = reduction(padded, division.virtual_workers, ranks, rank, division.stage)
     yield "reduction", replace(states, gradients=sums)

@@ -128,9 +128,13 @@ def local_part(tensor: Any) -> Tensor:
 
 
 def shard_with(part: Tensor, like: Any) -> Tensor:
-    """Return a tensor that is sharded as another one is, and of which this rank holds `part`."""
+    """Return a tensor that is sharded as another one is, on the same device, and of which this rank holds `part`."""
     from torch.distributed.tensor import DTensor  # imported already, because there is a shard
 
+    if like.device.type != like.device_mesh.device_type:  # to which from_local would move the part
+        copied = torch.empty_like(like, dtype=part.dtype, requires_grad=False)
+        local_part(copied).copy_(part)
+        return copied
     return DTensor.from_local(
         part, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
     )

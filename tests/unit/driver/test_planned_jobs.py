@@ -78,7 +78,7 @@ def test_a_plan_in_which_nothing_fits_names_the_stage_of_sharding_that_does(monk
     assert text.startswith(
         "No configuration fits as the job is sharded; with sharding.stage=3, each of 2 workers needs "
     )
-    assert planned("T4").higher is None, "the states and a gradient of the first turn are too large in each stage"
+    assert planned("T4").higher is None, "the states are too large in each stage"
     asked.clear()
     assert planned("H100").higher is None, "the job fits as it is"
     assert not any(each.startswith("sharding") for each in asked)

@@ -1,7 +1,6 @@
 """Tests of models that the platform shards: they have the bits of whole models at any number of ranks, or are refused."""
 
 import re
-from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -10,174 +9,21 @@ import engine_steps
 import pytest
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
-from pydantic import ValidationError
 from ranks import on_ranks
+from sharded_steps import OPTIMIZERS, STEPS, Block, Tied, Twice, loss_of, placed, plan_of, run_step, trained, whole
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Shard
 
 from undula.errors import UsageError
-from undula.parallel.engines import sharded
-from undula.parallel.engines.engine import Engine
 from undula.parallel.engines.select import make_engine
 from undula.parallel.layout import Layout, join_layout
 from undula.parallel.materialize import problem_of_meta
-from undula.parallel.reduce.sharded import _like
-from undula.parallel.reduce.unit_sum import InterleavedUnitSum, UnitSum
+from undula.parallel.reduce.unit_sum import InterleavedUnitSum
 from undula.parallel.sharding import problem_of_sharding
-from undula.parallel.spec import Compression, EngineSettings, GradientSpec, ShardingSpec
+from undula.parallel.spec import Compression, EngineSettings, ShardingSpec
 from undula.plan.plan import Plan, PlanSpec
-from undula.state import squares
 from undula.state.pieces import is_sharded_tensor
 from undula.train import noise_scale
 from undula.train.noise_scale import NoiseScaleMeter
-
-OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
-    "SGD": partial(torch.optim.SGD, lr=0.1, momentum=0.9, weight_decay=0.01),
-    "Adam": partial(torch.optim.Adam, lr=0.01),
-    "AdamW": partial(torch.optim.AdamW, lr=0.01),
-    "RMSprop": partial(torch.optim.RMSprop, lr=0.01, momentum=0.5),
-    "Adagrad": partial(torch.optim.Adagrad, lr=0.1),
-    "NAdam": partial(torch.optim.NAdam, lr=0.01),
-    "RAdam": partial(torch.optim.RAdam, lr=0.01),
-    "Adamax": partial(torch.optim.Adamax, lr=0.01),
-    "Adadelta": torch.optim.Adadelta,
-    "ASGD": partial(torch.optim.ASGD, lr=0.1),
-}
-STEPS = 5
-
-
-class Block(nn.Module):
-    """Block of odd sizes, with a parameter of its own before those of its layers, a layer that some batches use, and one that none uses."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Sequential(nn.Linear(10, 31), nn.Tanh(), nn.Linear(31, 10))
-        self.scale = nn.Parameter(torch.full((10,), 0.5))
-        self.sometimes, self.never = nn.Linear(10, 10), nn.Linear(3, 2)
-        self.norm = nn.LayerNorm(10)
-
-    def forward(self, x: Tensor, uses: bool) -> Tensor:
-        y = x + self.scale * self.inner(self.norm(x))
-        return y + self.sometimes(x) if uses else y
-
-
-class Tied(nn.Module):
-    """Model of two blocks, with an embedding that is tied to its output layer, a layer that runs twice, and a frozen one."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding, self.twice = nn.Embedding(13, 10), nn.Linear(10, 10)
-        self.blocks = nn.ModuleList(Block() for _ in range(2))
-        self.frozen = nn.Linear(10, 10).requires_grad_(False)
-        self.output = nn.Linear(10, 13, bias=False)
-        self.output.weight = self.embedding.weight
-
-    def forward(self, x: Tensor, uses: bool) -> Tensor:
-        y = self.twice(self.embedding(x))
-        for block in self.blocks:
-            y = block(y, uses)
-        return self.output(self.twice(self.frozen(y)))  # type: ignore[no-any-return]
-
-
-class Twice(Tied):
-    """Model whose blocks run twice."""
-
-    def forward(self, x: Tensor, uses: bool) -> Tensor:
-        y = self.embedding(x)
-        for block in (*self.blocks, *self.blocks):
-            y = block(y, uses)
-        return self.output(y)  # type: ignore[no-any-return]
-
-
-def loss_of(model: nn.Module, step: int, virtual_worker: int, number: int) -> Tensor:
-    generator = torch.Generator().manual_seed(step * 1000 + virtual_worker * 10 + number)
-    x = torch.randint(13, (3, 6), generator=generator)
-    outputs = model(x[:, :-1], uses=(step + virtual_worker) % 3 == 0 and step != 2)
-    return F.cross_entropy(outputs.flatten(0, 1), x[:, 1:].flatten())
-
-
-def placed(
-    rank: int,
-    world_size: int,
-    virtual_workers: int,
-    sharding: ShardingSpec,
-    compression: Compression = "none",
-    make: type[nn.Module] = Tied,
-) -> Engine:
-    torch.manual_seed(0)
-    gradient = GradientSpec(compression=compression)
-    return engine_steps.placed(make(), rank, world_size, virtual_workers, sharding=sharding, gradient=gradient)
-
-
-def run_step(
-    engine: Engine, plan: Plan, step: int, max_norm: float | None = None, meter: NoiseScaleMeter | None = None
-) -> float:
-    """Leave the gradient of a step in the parameters, and return its norm. A meter measures the gradients of the micro-batches."""
-    meter = meter or NoiseScaleMeter(0)
-    layout, steps = engine.layout, range(step, step + 1)
-    shares = layout.assignment(plan.spec.virtual_workers)
-    work = (
-        plan.aligned_work(steps, shares, layout.cell)
-        if engine.capabilities.equal_rounds
-        else plan.work(steps, shares[layout.cell])
-    )
-    samples = plan.step(step).samples
-    engine.begin_step(work)
-    meter.begin_step(step, 1, engine.watch_gradients)
-    for place, micro_batch in enumerate(work):
-        is_last = place == len(work) - 1
-        engine.before_forward(is_last)
-        loss = loss_of(engine.module, step, micro_batch.virtual_worker, micro_batch.number)
-        if not micro_batch.samples:
-            loss = loss * torch.nan
-        meter.begin_backward()
-        engine.backward(loss, micro_batch.samples / samples, micro_batch, is_last)
-        meter.end_backward(micro_batch.samples)
-    norm, _ = engine.finish_gradients(samples, max_norm=max_norm)
-    return norm.item()
-
-
-def plan_of(virtual_workers: int) -> Plan:
-    """Return a plan whose virtual workers have two micro-batches, and whose third step is short."""
-    return Plan(
-        PlanSpec(global_batch=2 * virtual_workers, virtual_workers=virtual_workers, micro_batch=1, epochs=9),
-        5 * virtual_workers + 3,
-    )
-
-
-def whole(tensor: Any) -> Any:
-    return None if tensor is None else (tensor.full_tensor() if is_sharded_tensor(tensor) else tensor).tolist()
-
-
-def _trained(
-    rank: int,
-    world_size: int,
-    virtual_workers: int,
-    sharding: ShardingSpec,
-    names: Sequence[str],
-    compression: Compression = "none",
-    make: type[nn.Module] = Tied,
-) -> Any:
-    """Return norms, gradients, weights and states of each step, by optimizer."""
-    found: dict[str, list[Any]] = {}
-    for name in names:
-        engine = placed(rank, world_size, virtual_workers, sharding, compression, make)
-        plan, optimizer = plan_of(virtual_workers), OPTIMIZERS[name](engine.module.parameters())
-        engine.prepare(engine.module, optimizer)
-        for step in range(STEPS):
-            norm = run_step(engine, plan, step, max_norm=0.5)
-            gradients = [whole(parameter.grad) for parameter in engine.parameters]
-            engine.step()
-            states = [
-                [whole(value) for value in optimizer.state[each].values() if isinstance(value, Tensor)]
-                for each in engine.parameters
-            ]
-            found.setdefault(name, []).append((norm, gradients, [*map(whole, engine.parameters)], states))
-        engine.close()
-    return found
 
 
 @pytest.mark.parametrize(
@@ -187,9 +33,9 @@ def _trained(
 def test_gradients_weights_and_states_have_the_bits_of_the_whole_model(
     virtual_workers: int, world_size: int, stage: int
 ) -> None:
-    (expected,) = on_ranks(1, _trained, virtual_workers, ShardingSpec(), ["AdamW"])
+    (expected,) = on_ranks(1, trained, virtual_workers, ShardingSpec(), ["AdamW"])
     assert any(None in gradients for _, gradients, *_ in expected["AdamW"]), "each parameter got a gradient"
-    for found in on_ranks(world_size, _trained, virtual_workers, ShardingSpec(stage), ["AdamW"]):
+    for found in on_ranks(world_size, trained, virtual_workers, ShardingSpec(stage), ["AdamW"]):
         assert found == expected
 
 
@@ -200,84 +46,10 @@ def test_gradients_weights_and_states_have_the_bits_of_the_whole_model(
 def test_compressed_gradients_have_the_bits_of_the_whole_model(
     compression: Compression, world_size: int, stage: int, make: type[nn.Module]
 ) -> None:
-    (expected,) = on_ranks(1, _trained, 4, ShardingSpec(), ["AdamW"], compression, make)
+    (expected,) = on_ranks(1, trained, 4, ShardingSpec(), ["AdamW"], compression, make)
     sharding = ShardingSpec(stage)  # type: ignore[arg-type]
-    for found in on_ranks(world_size, _trained, 4, sharding, ["AdamW"], compression, make):
+    for found in on_ranks(world_size, trained, 4, sharding, ["AdamW"], compression, make):
         assert found == expected
-
-
-@pytest.mark.parametrize(("world_size", "stage"), [(1, 3), (2, 1), (3, 2), (2, 3)])
-def test_shards_in_host_memory_have_the_bits_of_the_whole_model(world_size: int, stage: int) -> None:
-    (expected,) = on_ranks(1, _trained, 4, ShardingSpec(), ["AdamW"])
-    sharding = ShardingSpec(stage, offload="all")  # type: ignore[arg-type]
-    for found in on_ranks(world_size, _trained, 4, sharding, ["AdamW"]):
-        assert found == expected
-
-
-def _policies(rank: int, world_size: int, offload: str) -> set[tuple[str, bool]]:
-    """Return how torch's fully_shard was told to keep the shards of each unit."""
-    given = []
-    original = fully_shard
-
-    def recording(module: nn.Module, offload_policy: Any, **others: Any) -> nn.Module:
-        given.append((type(offload_policy).__name__, getattr(offload_policy, "pin_memory", False)))
-        return original(module, offload_policy=offload_policy, **others)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sharded, "fully_shard", recording)
-        placed(rank, world_size, 2, ShardingSpec(3, offload=offload))  # type: ignore[arg-type]
-    return set(given)
-
-
-@pytest.mark.parametrize(("offload", "expected"), [("none", "OffloadPolicy"), ("all", "CPUOffloadPolicy")])
-def test_torch_keeps_the_shards_where_the_settings_say(offload: str, expected: str) -> None:
-    """Memory is pinned for GPUs only."""
-    assert on_ranks(1, _policies, offload) == [{(expected, False)}]
-
-
-def test_the_sum_that_torch_moves_to_host_memory_is_made_there() -> None:
-    layout = Layout(0, 2, 0, torch.device("meta"), *[None] * 3)  # type: ignore[arg-type]
-    for offloads, expected in ((False, ["meta"] * 4), (True, ["meta", "cpu"] * 2)):
-        unit_sum = UnitSum(layout, 4, offloads=offloads)
-        made = []
-        for _ in range(2):
-            unit_sum.begin_pass(counts=True, is_last=True)
-            made += [unit_sum.allocate((size,), dtype=torch.float32, device=layout.device) for size in (8, 4)]
-        assert [tensor.device.type for tensor in made] == expected
-
-
-def _elsewhere() -> nn.Parameter:
-    """Return a shard in host memory, of a tensor over ranks on another device, for which `meta` stands."""
-    assert dist.group.WORLD is not None
-    mesh = DeviceMesh.from_group(dist.group.WORLD, "meta")
-    sharded: Any = DTensor.from_local(torch.zeros(3, 2), mesh, [Shard(0)])
-    parameter = nn.Parameter(torch.empty_like(sharded, device="cpu"))
-    assert parameter.device.type == "cpu"
-    return parameter
-
-
-@pytest.mark.usefixtures("process_group")
-def test_the_gradient_of_a_shard_in_host_memory_is_there_too() -> None:
-    parameter, total = _elsewhere(), torch.arange(6.0).view(3, 2)
-    parameter.grad = gradient = _like(parameter, total)
-    assert gradient.to_local().tolist() == total.tolist()  # type: ignore[operator]
-
-
-@pytest.mark.usefixtures("process_group")
-def test_sums_of_shards_in_host_memory_are_added_up_on_the_device_of_their_process_group(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """NCCL can only sum tensors on GPUs."""
-    devices = []
-    monkeypatch.setattr(dist, "all_reduce", lambda tensor, group: devices.append(tensor.device.type))
-    with pytest.raises(NotImplementedError, match="meta"):  # the sum is wanted in host memory
-        squares.square_sums([[_elsewhere()]])
-    assert devices == ["meta"]
-
-
-def test_shards_in_host_memory_of_no_sharded_model_are_refused() -> None:
-    with pytest.raises(ValidationError, match="units, gather, copies and offload have no effect with stage=0"):
-        ShardingSpec(0, offload="all")
 
 
 def _weights_of_a_rank(rank: int, world_size: int) -> list[Any]:
@@ -294,8 +66,8 @@ def test_all_ranks_get_the_weights_and_buffers_of_the_first_one() -> None:
 
 
 def test_each_accepted_optimizer_has_the_results_on_shards_that_it_has_on_whole_parameters() -> None:
-    (expected,) = on_ranks(1, _trained, 2, ShardingSpec(), list(OPTIMIZERS))
-    for found in on_ranks(2, _trained, 2, ShardingSpec(3), list(OPTIMIZERS)):
+    (expected,) = on_ranks(1, trained, 2, ShardingSpec(), list(OPTIMIZERS))
+    for found in on_ranks(2, trained, 2, ShardingSpec(3), list(OPTIMIZERS)):
         for name in OPTIMIZERS:
             assert found[name] == expected[name], name
 
@@ -450,7 +222,6 @@ def _most_held(rank: int, world_size: int, stage: int) -> float:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(InterleavedUnitSum, "_take", counting)
         for step in range(3):
-            held.clear()  # in its first pass, a step does not know yet how often a unit runs
             run_step(engine, Plan(PlanSpec(global_batch=8, virtual_workers=8, epochs=9), 99), step)
     return max(held) / sum(each.numel() for each in engine.trainable)
 

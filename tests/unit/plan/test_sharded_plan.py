@@ -12,7 +12,7 @@ from undula.errors import UsageError
 from undula.plan.memory import Division, extrapolated
 from undula.plan.scaling import Link
 from undula.plan.sharded_sums import gradient_messages, own_virtual_workers, passes_of_step, reduction
-from undula.plan.step_memory import BEGINNING, moments, sent_bytes
+from undula.plan.step_memory import moments, sent_bytes
 from undula.plan.step_time import step_seconds
 from undula.plan.unit_pass import Mark, MarkKind, PassSums, Replay, ReplayedPass, SplitTensor, UnitCount
 from undula.plan.work import DeviceRates
@@ -94,11 +94,8 @@ def test_a_recomputed_unit_is_gathered_until_its_backward_pass_has_ended() -> No
 def test_stages_2_and_3_hold_slices_of_the_sums_and_stage_1_whole_ones() -> None:
     (one, _), _ = ([each.sums for each in passes_of_step(4, 2, 0, stage, 1)][:2] for stage in (1, 2))
     assert (one.before, one.after, one.keeps_flat) == (0, 1, True)
-    slices = [each.sums for each in passes_of_step(4, 2, 0, 2, 1) if not each.begins_run]
+    slices = [each.sums for each in passes_of_step(4, 2, 0, 2, 1)]
     assert [(each.before, each.after) for each in slices] == [(0, 0.5), (0.5, 0.5)]
-    beginning = [each.sums.after for each in passes_of_step(4, 2, 0, 2, 1) if each.begins_run]
-    assert beginning[0] == 1.0, "the slices of both ranks wait for the end of the turn"
-    assert not any(each.begins_run for each in passes_of_step(4, 2, 0, 2, 2))
 
 
 @given(st.integers(1, 32), st.integers(2, 8), st.integers(1, 3), st.integers(1, 3))
@@ -108,7 +105,7 @@ def test_a_rank_holds_one_slice_for_each_level_of_the_tree(
     ranks = min(ranks, virtual_workers)
     depth = (virtual_workers - 1).bit_length()
     for each in passes_of_step(virtual_workers, ranks, 0, stage, micro_batches):
-        if stage >= 2 and ranks > 1 and not each.begins_run:
+        if stage >= 2 and ranks > 1:
             assert each.sums.before <= (1 + depth) / ranks + (micro_batches > 1)
         assert 0 <= each.sums.before <= 2 + depth
 
@@ -144,7 +141,6 @@ def test_a_rank_holds_its_part_of_the_states() -> None:
     assert own.buffer_bytes == SHARDED.buffer_bytes
     found = moments(SHARDED, MARKED, Division(4, 1, 3, stage=3), on_gpu=False)
     assert {each.parameters for each in found.values()} == {own.parameter_bytes}
-    assert BEGINNING in found
 
 
 def test_marks_of_two_sizes_give_those_of_others() -> None:

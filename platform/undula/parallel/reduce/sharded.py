@@ -17,6 +17,7 @@ from undula.parallel.layout import Layout
 from undula.parallel.reduce.accumulator import Accumulator
 from undula.parallel.reduce.unit_sum import InterleavedUnitSum, UnitSum
 from undula.plan.plan import MicroBatch
+from undula.state.pieces import shard_with
 
 Place = tuple[nn.Module, str, nn.Parameter]
 """Layer, name in the layer, and sharded parameter, in whose place the layer has a whole one while it is gathered."""
@@ -94,7 +95,7 @@ class ShardedAccumulator(Accumulator):
             if layout.num_cells == 1:
                 unit.module.set_all_reduce_hook(unit.sum.take_alone)
             assert isinstance(unit.module, nn.Module)
-            self._hooks.append(unit.module.register_forward_pre_hook(partial(self._watch, unit.places)))
+            self._hooks.append(unit.module.register_forward_pre_hook(partial(self._before_forward, unit)))
         self.open([])
 
     def close(self) -> None:
@@ -168,7 +169,7 @@ class ShardedAccumulator(Accumulator):
             for _, _, parameter in unit.places:
                 if total is not None and parameter in present:
                     total = total.to(parameter.dtype)  # that of all parameters of the unit
-                    parameter.grad = _like(parameter, unit.views[parameter](total))
+                    parameter.grad = shard_with(unit.views[parameter](total), parameter)
 
     def _place(self, micro_batch: MicroBatch) -> int:
         """Return the place of a micro-batch's virtual worker among those of its rank."""
@@ -182,9 +183,11 @@ class ShardedAccumulator(Accumulator):
                 unit.sum.end_leaves(place)
         self._num_ended = stop
 
-    def _watch(self, places: Sequence[Place], *_: object) -> None:
-        """Let the whole parameters of a unit, which is gathered, tell when they get a gradient. Torch makes zeros for the others."""
-        for layer, name, parameter in places:
+    def _before_forward(self, unit: Unit, *_: object) -> None:
+        """Count the forward passes of a unit, and let its whole parameters tell when they get a gradient. Torch makes zeros for others."""
+        if torch.is_grad_enabled() and not self._present_pass.is_open:
+            unit.sum.forward_passes += 1
+        for layer, name, parameter in unit.places:
             whole = layer._parameters[name]
             if whole is None or whole is parameter or whole in self._whole:
                 continue
@@ -258,21 +261,3 @@ def _own_layers(part: nn.Module) -> Iterator[nn.Module]:
 
 def _view(flat: Tensor, place: tuple[Sequence[int], Sequence[int], int]) -> Tensor:
     return flat.as_strided(*place)
-
-
-def _like(parameter: nn.Parameter, shard: Tensor) -> Tensor:
-    """Return a shard of a tensor that is distributed as a parameter is, on the device of the parameter's shard."""
-    assert isinstance(parameter, DTensor)
-    if parameter.device.type != parameter.device_mesh.device_type:  # to which from_local would move the shard
-        copied = torch.empty_like(parameter, requires_grad=False)
-        assert isinstance(copied, DTensor)
-        copied.to_local().copy_(shard)
-        return copied
-    return DTensor.from_local(
-        shard,
-        parameter.device_mesh,
-        parameter.placements,
-        run_check=False,
-        shape=parameter.shape,
-        stride=parameter.stride(),
-    )

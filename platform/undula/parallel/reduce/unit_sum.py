@@ -23,6 +23,9 @@ class UnitSum:
 
     It has the methods of torch's `ReduceScatter`.
 
+    Attributes:
+        forward_passes: Number of forward passes of the unit since the last backward pass.
+
     Args:
         layout: Layout of the worker group.
         virtual_workers: Number of virtual workers of the plan.
@@ -38,6 +41,7 @@ class UnitSum:
         self._layout = layout
         self._shares = layout.assignment(virtual_workers)
         self._roots = layout.roots(virtual_workers)
+        self.forward_passes = 0
         self.begin_step()
 
     def begin_step(self) -> None:
@@ -55,7 +59,7 @@ class UnitSum:
             is_last: Whether it is the last pass in which the ranks run their present virtual workers.
         """
         self._counts, self._is_last, self._is_open = counts, is_last, True
-        self._has_input = False
+        self._has_input, self.forward_passes = False, 0
 
     def end_pass(self) -> None:
         self._is_open = False
@@ -139,6 +143,8 @@ class InterleavedUnitSum(UnitSum):
 
     _passes_of_unit: int | None = None
     """Number of times that a backward pass comes to this unit; None before the first one has ended."""
+    _expected: int | None = None
+    """The same for the present backward pass. The first one is expected to come as often as forward passes have."""
 
     def begin_step(self) -> None:
         super().begin_step()
@@ -157,7 +163,7 @@ class InterleavedUnitSum(UnitSum):
     def begin_pass(self, counts: bool, is_last: bool) -> None:
         if self._passes:
             self._passes_of_unit = max(self._passes, self._passes_of_unit or 0)
-        self._passes = 0
+        self._expected, self._passes = self._passes_of_unit or self.forward_passes or None, 0
         self._adds, self._has_begun = self._has_begun, True
         super().begin_pass(counts, is_last)
 
@@ -168,12 +174,12 @@ class InterleavedUnitSum(UnitSum):
         self._passes += 1
         if not self._is_last:
             return
-        if self._passes > (self._passes_of_unit or self._passes):
+        if self._passes > (self._expected or self._passes):
             raise UsageError(
-                "a backward pass came to a unit of the sharded model more often than in the passes before; name units that run equally "
+                "a backward pass came to a unit of the sharded model more often than forward passes had; name units that run equally "
                 "often in each batch in sharding.units, or set sharding.stage=1"
             )
-        is_complete = self._passes == self._passes_of_unit
+        is_complete = self._passes == self._expected
         # Only one of the times that a backward pass comes here has a gradient, but a sum over several passes must be rounded once.
         if is_complete or not (self._adds and self._sent_as):
             self._send(self._owes)
