@@ -4,12 +4,12 @@ from typing import Any
 
 import pytest
 import torch
+from ranks import on_ranks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from tests.ranks import on_ranks
 from undula.parallel.local_step import on_local_parts
 from undula.state.pieces import piece_of
 
