@@ -94,7 +94,7 @@ def test_the_main_job_fits_everywhere_and_more_workers_are_faster(text: str) -> 
 
 
 def test_a_job_that_is_too_large_says_by_how_much_and_what_would_fit(text: str) -> None:
-    large = ("config.model.layers=24", "config.model.width=2048", "config.model.heads=16", "plan.global_batch=512")
+    large = ("config.model.layers=2", "config.model.width=8192", "config.model.heads=64", "plan.global_batch=512")
     done = plan(text, "--gpu", "L4", "--workers", "4", *large)
     assert done.returncode == 0, done.stderr
     assert "The job as it is needs" in done.stdout
