@@ -6,7 +6,12 @@ FIX = (
 )
 
 
+def is_of_mixed_tensors(error: BaseException) -> bool:
+    """Return whether an error is that of torch."""
+    return isinstance(error, RuntimeError) and "mixed torch.Tensor and DTensor" in str(error)
+
+
 def note_mixed_tensors(error: BaseException) -> None:
     """Add a note to torch's error. It does nothing to other errors."""
-    if isinstance(error, RuntimeError) and "mixed torch.Tensor and DTensor" in str(error):
+    if is_of_mixed_tensors(error):
         error.add_note(FIX)

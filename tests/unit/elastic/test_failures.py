@@ -66,6 +66,7 @@ def failed(*failures: Exception) -> WorkerGroupError:
         (failed(RayActorError(), raised(SupersededError("attempt 2 was started"))), FailureDecision.RAISE),
         (failed(raised(StorageError("no space left"))), FailureDecision.RETRY),
         (failed(raised(RuntimeError("connection closed by peer"))), FailureDecision.RETRY),
+        (failed(raised(RuntimeError("aten.add.Tensor got mixed torch.Tensor and DTensor"))), FailureDecision.RAISE),
         (failed(RayActorError()), FailureDecision.RETRY),
         (failed(RayActorError(), raised(ValueError("half a message"))), FailureDecision.RETRY),
     ],

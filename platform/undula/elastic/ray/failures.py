@@ -12,6 +12,7 @@ from ray.train.v2.api.config import FailureConfig
 from ray.train.v2.api.exceptions import ControllerError, PreemptionError, TrainingFailedError
 
 from undula.errors import StorageError, SupersededError, UndulaError, UsageError
+from undula.train.mixed_tensors import is_of_mixed_tensors
 from undula.train.tracebacks import is_of_collective, kept_traceback
 
 BUGS = (
@@ -140,7 +141,8 @@ def is_bug(error: BaseException) -> bool:
     # If a worker died, the exceptions of the others may be consequences of its death.
     has_died = any(kept_traceback(failure) is None for failure in failures)
     return not has_died and any(
-        isinstance(failure, BUGS) and not isinstance(failure, StorageError) for failure in failures
+        (isinstance(failure, BUGS) and not isinstance(failure, StorageError)) or is_of_mixed_tensors(failure)
+        for failure in failures
     )
 
 
