@@ -23,7 +23,6 @@ from ray.train.v2._internal.execution.worker_group.worker import ActorMetadata, 
 from ray.train.v2._internal.util import ObjectRefWrapper
 
 from undula.data.script.pickling import dumps
-from undula.elastic.ray.environment import KEPT_BYTES
 from undula.elastic.ray.gpus import refuse_unseen_gpus, reserved_device
 from undula.elastic.sockets import cut_connections, cut_sockets, listening_ports
 from undula.errors import ClusterError
@@ -31,7 +30,7 @@ from undula.recovery.leavers import Common
 from undula.recovery.offers import Answer
 from undula.recovery.part_server import PartAddress, PartServer
 from undula.recovery.progress import LEFT, ProgressView
-from undula.recovery.snapshot import Age, available_memory, packed
+from undula.recovery.snapshot import Age, packed
 from undula.recovery.worker_state import Request, WorkerState
 from undula.state.pieces import RankState
 from undula.state.processes import ProcessIdentity, find_process, own_identity, send_signal
@@ -45,8 +44,8 @@ KEPT_FUNCTION_BYTES = 64 * 2**20
 """Maximum size of a train function that each worker keeps, in bytes."""
 PIECE_BYTES = 8 * 2**20
 """Size in bytes of the pieces in which memory is faulted in."""
-FAULT_IN_SHARE = 0.25
-"""Maximum share of the free memory to fault in."""
+FAULT_IN_BYTES = 2**30
+"""Maximum number of bytes to fault in, which is also the number of freed bytes that the heap keeps."""
 
 
 @dataclass(frozen=True)
@@ -318,8 +317,7 @@ def resident_memory() -> int:
 
 def fault_in(num_bytes: int) -> None:
     """Extend this process's heap by memory that the heap keeps after it is freed (see KEEP_HEAP in undula.elastic.ray.environment)."""
-    most = min(KEPT_BYTES, int(FAULT_IN_SHARE * available_memory()))
-    pieces = range(min(num_bytes, most) // PIECE_BYTES)
+    pieces = range(min(num_bytes, FAULT_IN_BYTES) // PIECE_BYTES)
     held = [torch.ones(PIECE_BYTES, dtype=torch.uint8, device="cpu") for _ in pieces]
     del held
 

@@ -2,13 +2,14 @@
 
 from collections.abc import Mapping
 
-KEPT_BYTES = 4 * 2**30
-"""Maximum number of freed bytes that the heap of a worker keeps."""
-KEEP_HEAP = {"MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(KEPT_BYTES)}
+KEEP_HEAP = {
+    "MALLOC_ARENA_MAX": "1",
+    "MALLOC_MMAP_THRESHOLD_": str(32 * 2**20),
+    "MALLOC_TRIM_THRESHOLD_": str(2**30),
+}
 """Settings of glibc's allocator for workers that train on CPUs: all threads share one heap, which keeps freed memory. Otherwise the train
 function of each group, which runs in a new thread, would cause page faults for all of its activations again, which takes as long as its
-first step. Tensors of more than 32 MiB would even cause them in each step, because by default such memory goes back to the system at once;
-a step that gathers units of 40 MB takes twice as long then."""
+first step."""
 NO_GPU = {"CUDA_VISIBLE_DEVICES": ""}
 """Setting that hides the GPUs of its node from a worker that has reserved none. Ray restricts only processes that have reserved a GPU."""
 SURVIVE_NCCL = {
