@@ -28,17 +28,17 @@ def on_local_parts(optimizer: Optimizer) -> Iterator[None]:
     try:
         yield
     finally:
-        after = {
-            shard: {
-                name: before[shard][name]
-                if value is seen.get(part, {}).get(name, _NONE)
-                else _sharded(value, shard, part)
-                for name, value in optimizer.state[part].items()
-            }
-            for shard, part in parts.items()
-            if part in optimizer.state
-        }
-        _replace(optimizer, params, {**before, **after})
+        after = dict(before)
+        for shard, part in parts.items():
+            made = optimizer.state.pop(part, None)  # one after another, because what is offloaded is copied
+            if made is not None:
+                after[shard] = {
+                    name: before[shard][name]
+                    if value is seen.get(part, {}).get(name, _NONE)
+                    else _sharded(value, shard, part)
+                    for name, value in made.items()
+                }
+        _replace(optimizer, params, after)
 
 
 _NONE = object()

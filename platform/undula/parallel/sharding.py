@@ -1,15 +1,17 @@
 """Models and optimizers that can be sharded with the results of unsharded ones."""
 
-from collections.abc import Mapping
-from typing import Protocol, runtime_checkable
+from collections.abc import Iterable, Mapping
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
 from torch.optim import ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, Optimizer, RAdam, RMSprop
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from undula.errors import UsageError
 from undula.parallel.spec import ShardingSpec
 from undula.parallel.units import problem_of_units, units_of
+from undula.state.pieces import is_sharded_tensor
 
 _COMPARED = {SGD, Adam, AdamW, RMSprop, Adagrad, NAdam, RAdam, Adamax, Adadelta, ASGD}
 """Optimizers of torch whose results on shards are those on whole parameters, as tests show."""
@@ -150,10 +152,24 @@ def has_known_results(optimizer: Optimizer) -> bool:
 
 
 def has_own_step(optimizer: Optimizer) -> bool:
-    """Return whether the script has given an optimizer hooks or a step of its own. Schedulers of torch count the steps of an optimizer."""
-    step = vars(optimizer).get("step")
-    is_replaced = step is not None and not getattr(step, "_wrapped_by_lr_sched", False)
-    return bool(optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks or is_replaced)
+    """Return whether the script has given an optimizer, or all of them, hooks, or the optimizer a step of its own."""
+    step = vars(optimizer).get("step", optimizer.step)
+    if getattr(step, "_wrapped_by_lr_sched", False):  # schedulers of torch count the steps of an optimizer
+        step = step.__wrapped__
+    hooks = [
+        *(*_global_optimizer_pre_hooks.values(), *_global_optimizer_post_hooks.values()),
+        *(*optimizer._optimizer_step_pre_hooks.values(), *optimizer._optimizer_step_post_hooks.values()),
+    ]
+    is_own = getattr(step, "__func__", step) is not type(optimizer).step
+    return is_own or any(not str(getattr(hook, "__module__", "")).startswith("undula.") for hook in hooks)
+
+
+def place_gradients(parameters: Iterable[nn.Parameter]) -> None:
+    """Shard gradients that the script has replaced as their parameters are. All ranks must call this."""
+    for parameter in parameters:
+        gradient: Any = parameter.grad
+        if is_sharded_tensor(gradient) and gradient.placements != parameter.placements:  # type: ignore[attr-defined]
+            parameter.grad = gradient.redistribute(placements=parameter.placements)  # type: ignore[attr-defined]
 
 
 def _is_compared(optimizer: Optimizer) -> bool:

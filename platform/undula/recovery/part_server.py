@@ -1,12 +1,15 @@
 """Parts of the state of a worker that is in no group any more, over HTTP: at the speed of the network, which Ray's object store lacks."""
 
 import json
+import socket
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from hmac import compare_digest
 from http.client import HTTPConnection, HTTPException
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from secrets import token_urlsafe
+from socketserver import TCPServer
 from threading import Thread
 from typing import Any
 
@@ -18,6 +21,8 @@ from undula.state.pieces import RankState
 
 TIMEOUT_S = 20.0
 """Maximum seconds without a byte from the other process."""
+SLICE_BYTES = 2**18
+"""Size in bytes of what is sent within this time."""
 POLL_S = 0.05
 """Seconds within which a server that is closed ends."""
 
@@ -43,14 +48,23 @@ class PartServer(ThreadingHTTPServer):
     """
 
     daemon_threads = True
+    request_queue_size = 1024  # all ranks of a group can connect at once
 
     def __init__(self, host: str, states: Callable[[], Sequence[RankState]]):
+        self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
         super().__init__((host, 0), _Handler)
         self.states = states
         self.address = PartAddress(host, self.server_port, token_urlsafe())
         Thread(target=self.serve_forever, args=(POLL_S,), daemon=True, name="undula-parts").start()
 
+    def server_bind(self) -> None:
+        """Bind the socket. HTTPServer would also look up the name of the host, which takes long where no name server answers."""
+        TCPServer.server_bind(self)
+        self.server_name, self.server_port = self.server_address[:2]  # type: ignore[assignment]
+
     def close(self) -> None:
+        """Serve nothing any more, also to open connections."""
+        self.states = tuple
         self.shutdown()
         self.server_close()
 
@@ -64,7 +78,8 @@ class _Handler(BaseHTTPRequestHandler):
     server: PartServer
 
     def do_POST(self) -> None:
-        if not compare_digest(self.headers.get("Authorization", ""), _bearer(self.server.address)):
+        given = self.headers.get("Authorization", "").encode()
+        if not compare_digest(given, _bearer(self.server.address).encode()):
             self.send_error(401)
             return
         asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
@@ -77,7 +92,10 @@ class _Handler(BaseHTTPRequestHandler):
         self.send_response(200)
         self.send_header("Content-Length", str(packed.nbytes))
         self.end_headers()
-        self.wfile.write(memoryview(packed))
+        rest = memoryview(packed)
+        while rest:  # the limit of time is for each slice
+            self.wfile.write(rest[:SLICE_BYTES])
+            rest = rest[SLICE_BYTES:]
 
     def log_message(self, format: str, *values: object) -> None:
         """Write nothing to the log of the worker."""
@@ -117,6 +135,10 @@ class PartClient:
         return flat
 
     def close(self) -> None:
+        """Close the connection. A thread that is fetching parts gets an error."""
+        if self._connection.sock:
+            with suppress(OSError):
+                self._connection.sock.shutdown(socket.SHUT_RDWR)
         self._connection.close()
 
 

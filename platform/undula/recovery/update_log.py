@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from undula.parallel.sharding import Settles, has_known_results, has_own_step
+from undula.parallel.sharding import Settles, has_known_results, has_own_step, place_gradients
 from undula.recovery.baseline import Elements, Samples, differ
 from undula.recovery.node_memory import reserve
 from undula.recovery.replay import APPLIES, BEFORE, CHANGES, GRADIENT, KIND, LATER, OTHERS, PRESENT, TRUST, kind_of
@@ -89,6 +89,7 @@ class UpdateLog:
             applies: Whether the optimizer will step, instead of skipping the step.
         """
         self.compare(LATER)
+        place_gradients(self._parameters())
         names, pieces = parameter_names(self._module), {}
         tensors: dict[str, Tensor] = {}
         groups = encoded_groups(self._optimizer, names, tensors)

@@ -1,5 +1,6 @@
 """Steps of optimizers on the local parts of shards."""
 
+from types import MethodType
 from typing import Any
 
 import pytest
@@ -9,8 +10,10 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from undula.parallel.local_step import on_local_parts
+from undula.parallel.sharding import has_own_step, place_gradients
 from undula.state.pieces import piece_of
 
 
@@ -73,3 +76,35 @@ def test_shards_begin_where_torch_says(ranks: int) -> None:
     for of_rank in on_ranks(ranks, _offsets):
         for own, torchs in of_rank:
             assert own == torchs
+
+
+def _own_step(self: torch.optim.SGD) -> None:
+    """Stand for a step of the script."""
+
+
+def test_steps_and_hooks_of_the_script_are_not_taken_for_those_of_torch() -> None:
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)])
+    assert not has_own_step(optimizer)
+    torch.optim.lr_scheduler.ConstantLR(optimizer)
+    assert not has_own_step(optimizer), "a scheduler counts steps"
+    hook = register_optimizer_step_post_hook(lambda *_: None)
+    assert has_own_step(optimizer)
+    hook.remove()
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)])
+    vars(optimizer)["step"] = MethodType(_own_step, optimizer)
+    torch.optim.lr_scheduler.ConstantLR(optimizer)
+    assert has_own_step(optimizer)
+
+
+def _other_gradients(rank: int, world_size: int) -> list[Any]:
+    module = _sharded()
+    weight: Any = next(module.parameters())
+    weight.grad = weight.grad.redistribute(placements=[Replicate()]) * 2
+    place_gradients(module.parameters())
+    return [tuple(weight.grad.placements), weight.grad.to_local().shape == weight.to_local().shape]
+
+
+def test_a_gradient_that_the_script_has_replaced_is_sharded_like_its_parameter() -> None:
+    for placements, has_its_shape in on_ranks(2, _other_gradients):
+        assert placements == (Shard(0),)
+        assert has_its_shape

@@ -7,11 +7,13 @@ from typing import Any
 
 import engine_steps
 import pytest
+import sharded_steps
 import torch
 import torch.distributed as dist
 from ranks import on_ranks
 from sharded_steps import OPTIMIZERS, STEPS, Block, Tied, Twice, loss_of, placed, plan_of, run_step, trained, whole
 from torch import Tensor, nn
+from torch.distributed.fsdp import register_fsdp_forward_method
 
 from undula.errors import UsageError
 from undula.parallel.engines.select import make_engine
@@ -205,6 +207,62 @@ def test_gradients_send_what_the_docs_say(virtual_workers: int, world_size: int)
 def test_compressed_gradients_send_half_the_bytes(stage: int) -> None:
     halves = [sent / 2 for sent in on_ranks(2, _sent, 4, stage)]
     assert on_ranks(2, _sent, 4, stage, "bf16") == pytest.approx(halves)
+
+
+class Varying(Tied):
+    """Model whose blocks run once or twice."""
+
+    def forward(self, x: Tensor, uses: bool) -> Tensor:
+        y = self.embedding(x)
+        for block in (*self.blocks, *(self.blocks if uses else ())):
+            y = block(y, uses)
+        return self.output(y)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_units_may_run_more_often_in_one_step_than_in_another(world_size: int) -> None:
+    """All virtual workers of a step must do so, because each forward pass needs all ranks."""
+    (expected,) = on_ranks(1, _varying, ShardingSpec())
+    for found in on_ranks(world_size, _varying, ShardingSpec(3)):
+        assert found == expected
+
+
+def _varying(rank: int, world_size: int, sharding: ShardingSpec) -> list[Any]:
+    engine = placed(rank, world_size, 4, sharding, make=Varying)
+    engine.prepare(engine.module, torch.optim.SGD(engine.module.parameters(), lr=0.1))
+    plan, found = Plan(PlanSpec(global_batch=4, virtual_workers=4, epochs=9), 99), []
+    forward = Varying.forward
+    for step in range(3):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Varying, "forward", lambda self, x, uses, step=step: forward(self, x, step == 1))
+            found.append((run_step(engine, plan, step), [whole(each.grad) for each in engine.parameters]))
+        engine.step()
+    return found
+
+
+class Named(Tied):
+    """Model that a script runs by another method than forward()."""
+
+    def run(self, x: Tensor, uses: bool) -> Tensor:
+        return super().forward(x, uses)
+
+
+def _by_name(rank: int, world_size: int) -> str:
+    engine = placed(rank, world_size, 2, ShardingSpec(3), make=Named)
+    register_fsdp_forward_method(engine.module, "run")
+    engine.prepare(engine.module, torch.optim.SGD(engine.module.parameters(), lr=0.1))
+    plan = Plan(PlanSpec(global_batch=2, virtual_workers=2, epochs=9), 99)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sharded_steps, "loss_of", lambda model, *of: loss_of(model.run, *of))
+        with pytest.raises(UsageError) as error:
+            run_step(engine, plan, 0)
+    return str(error.value)
+
+
+def test_a_model_that_is_run_by_another_method_is_refused() -> None:
+    """Torch calls no hooks then, which say which parameters have a gradient."""
+    for message in on_ranks(2, _by_name):
+        assert message.startswith("a unit of the sharded model was only run by a method other than forward()")
 
 
 def _most_held(rank: int, world_size: int, stage: int) -> float:

@@ -1,7 +1,9 @@
 """Parts of a state that a worker serves to others."""
 
+import socket
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -58,3 +60,27 @@ def test_a_server_that_has_ended_is_an_error(server: PartServer) -> None:
     server.close()
     with pytest.raises(OSError, match="refused"):
         PartClient(server.address).fetch([("model.count", ((), ()))])
+
+
+def test_a_header_that_is_not_ascii_is_answered(server: PartServer) -> None:
+    with socket.create_connection((server.address.host, server.address.port)) as connection:
+        connection.sendall(
+            "POST / HTTP/1.1\r\nAuthorization: Bearer \u00e9\r\nContent-Length: 0\r\n\r\n".encode("latin-1")
+        )
+        assert b" 401 " in connection.recv(1000)
+
+
+def test_a_server_that_is_closed_serves_open_connections_nothing_more(server: PartServer) -> None:
+    client, parts = PartClient(server.address), [("model.count", ((), ()))]
+    client.fetch(parts)
+    server.close()
+    with pytest.raises(OSError, match="404"):
+        client.fetch(parts)
+
+
+def test_a_server_has_addresses_of_both_kinds() -> None:
+    if not socket.has_ipv6 or not Path("/proc/net/if_inet6").exists():
+        pytest.skip("this machine has no IPv6")
+    server = PartServer("::1", lambda: [STATE])
+    assert len(PartClient(server.address).fetch([("model.count", ((), ()))])) == 64
+    server.close()

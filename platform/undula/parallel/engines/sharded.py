@@ -27,6 +27,7 @@ from undula.parallel.sharding import (
     Settles,
     has_known_results,
     has_own_step,
+    place_gradients,
     problem_of_dtypes,
     problem_of_sharding,
     set_up_optimizer,
@@ -240,6 +241,7 @@ class ShardedEngine(Engine):
     def step(self, applies: bool = True) -> None:
         """Step the optimizer. What a forward pass of the script has gathered since the last backward pass would be out of date."""
         self.reshard()
+        place_gradients(self.parameters)
         is_settled = not isinstance(self.optimizer, Settles) or self.optimizer.settled is not None
         is_local = is_settled and has_known_results(self.optimizer) and not has_own_step(self.optimizer)
         with on_local_parts(self.optimizer) if is_local else nullcontext():

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from types import MethodType
 
 import torch
 import torch.distributed as dist
@@ -26,6 +27,11 @@ PROBLEM_OF_SHARDS = (
     "in forward() of the module that has the parameters, give the optimizer a weight_decay, or set sharding.stage=0"
 )
 
+PROBLEM_OF_METHODS = (
+    "a unit of the sharded model was only run by a method other than forward(), for example one of register_fsdp_forward_method(), so that "
+    "it is not known which of its parameters have a gradient; call the module itself in the batch, or set sharding.stage=0"
+)
+
 
 @dataclass
 class Unit:
@@ -37,6 +43,8 @@ class Unit:
     sum: UnitSum
     views: dict[nn.Parameter, Callable[[Tensor], Tensor]] = field(default_factory=dict)
     """Functions that return the gradient of a parameter's shard as a view of a slice of the flat gradient."""
+    is_watched: bool = False
+    """Whether a forward pass has shown which parameters are gathered. Only then is it known which of them get a gradient."""
 
     def find_views(self) -> None:
         """Find out, after a backward pass, where torch has the gradient of each parameter in the slice."""
@@ -166,6 +174,8 @@ class ShardedAccumulator(Accumulator):
         present = self._present_anywhere()
         for unit in self._units:
             total = unit.sum.total()
+            if total is not None and not unit.is_watched and bool(total.any()):
+                raise UsageError(PROBLEM_OF_METHODS)
             for _, _, parameter in unit.places:
                 if total is not None and parameter in present:
                     total = total.to(parameter.dtype)  # that of all parameters of the unit
@@ -185,7 +195,10 @@ class ShardedAccumulator(Accumulator):
 
     def _before_forward(self, unit: Unit, *_: object) -> None:
         """Count the forward passes of a unit, and let its whole parameters tell when they get a gradient. Torch makes zeros for others."""
-        if torch.is_grad_enabled() and not self._present_pass.is_open:
+        # Torch calls no hooks for other methods that are registered as forward passes (`register_fsdp_forward_method`).
+        has_others = any(isinstance(each, MethodType) and name != "forward" for name, each in vars(unit.module).items())
+        unit.is_watched = True
+        if torch.is_grad_enabled() and not self._present_pass.is_open and not has_others:
             unit.sum.forward_passes += 1
         for layer, name, parameter in unit.places:
             whole = layer._parameters[name]

@@ -24,7 +24,7 @@ class UnitSum:
     It has the methods of torch's `ReduceScatter`.
 
     Attributes:
-        forward_passes: Number of forward passes of the unit since the last backward pass.
+        forward_passes: Number of forward passes of the unit since the last backward pass; 0 if it is not known.
 
     Args:
         layout: Layout of the worker group.
@@ -144,7 +144,9 @@ class InterleavedUnitSum(UnitSum):
     _passes_of_unit: int | None = None
     """Number of times that a backward pass comes to this unit; None before the first one has ended."""
     _expected: int | None = None
-    """The same for the present backward pass. The first one is expected to come as often as forward passes have."""
+    """The same for the present backward pass, which comes as often as forward passes have, if these are known."""
+    _is_folded = False
+    """Whether the present backward pass has come so often that the slices are folded."""
 
     def begin_step(self) -> None:
         super().begin_step()
@@ -163,7 +165,8 @@ class InterleavedUnitSum(UnitSum):
     def begin_pass(self, counts: bool, is_last: bool) -> None:
         if self._passes:
             self._passes_of_unit = max(self._passes, self._passes_of_unit or 0)
-        self._expected, self._passes = self._passes_of_unit or self.forward_passes or None, 0
+        self._expected, self._passes = self.forward_passes or self._passes_of_unit, 0
+        self._is_folded = False
         self._adds, self._has_begun = self._has_begun, True
         super().begin_pass(counts, is_last)
 
@@ -174,9 +177,9 @@ class InterleavedUnitSum(UnitSum):
         self._passes += 1
         if not self._is_last:
             return
-        if self._passes > (self._expected or self._passes):
+        if self._is_folded:
             raise UsageError(
-                "a backward pass came to a unit of the sharded model more often than forward passes had; name units that run equally "
+                "a backward pass came to a unit of the sharded model more often than was known; name units that run equally "
                 "often in each batch in sharding.units, or set sharding.stage=1"
             )
         is_complete = self._passes == self._expected
@@ -185,6 +188,7 @@ class InterleavedUnitSum(UnitSum):
             self._send(self._owes)
         if is_complete:
             self._fold_received(self._place)
+            self._is_folded = True
 
     def _send(self, zeros: Tensor) -> None:
         """Send each other rank its slice of this rank's leaf, and add the slices that they send to the open leaves."""
