@@ -107,7 +107,7 @@ def slope(values: Sequence[float], kinds: int) -> float:
     return median(later - earlier for earlier, later in zip(values, values[kinds:], strict=False)) / kinds
 
 
-@pytest.mark.parametrize(("stage", "num_changes"), [(0, 20), (3, 42)])
+@pytest.mark.parametrize(("stage", "num_changes"), [(0, 20), (3, 84)])
 def test_changes_of_the_group_leave_nothing_behind(text: str, tmp_path: Path, stage: int, num_changes: int) -> None:
     settings = (
         "workers.max=2",
