@@ -49,6 +49,8 @@ ALLOWED: Mapping[str, Mapping[str, str]] = {
         "_backward_hooks": "parallel.sharding parallel.engines.sharded",
         "_custom_op_handlers": "parallel.sharded_numbers",
         "torch.distributed.tensor.DTensor._op_dispatcher": "parallel.sharded_numbers",
+        "torch.optim.optimizer._global_optimizer_post_hooks": "parallel.sharding",
+        "torch.optim.optimizer._global_optimizer_pre_hooks": "parallel.sharding",
         "_random_ops": "parallel.sharded_numbers",
         "_device_types": "parallel.collectives",
         "_get_backend": "parallel.collectives parallel.layout",

@@ -16,13 +16,16 @@ VARIABLES = ("MKL_", "ATEN_CPU_CAPABILITY", "DNNL_MAX_CPU_ISA", "ONEDNN_MAX_CPU_
 """Beginnings of the names of environment variables that choose kernels."""
 
 
-def arithmetic_of(device: torch.device, compiled: str | None = None, is_offloaded: bool = False) -> Arithmetic:
+def arithmetic_of(
+    device: torch.device, compiled: str | None = None, is_offloaded: bool = False, gathered: str | None = None
+) -> Arithmetic:
     """Return the properties of this process.
 
     Args:
         device: Device on which it trains.
         compiled: Parts of the model that torch compiles; None for none.
         is_offloaded: Whether the state of the optimizer is in host memory.
+        gathered: Format in which parameters are gathered; None for their own.
     """
     properties = {
         "torch": str(torch.__version__),
@@ -34,6 +37,8 @@ def arithmetic_of(device: torch.device, compiled: str | None = None, is_offloade
         properties["what torch compiles"] = compiled
     if is_offloaded:
         properties["what computes on the CPU"] = "the optimizer"
+    if gathered:
+        properties["the format of gathered parameters"] = gathered
     if device.type == "cuda":
         properties["the GPU"] = torch.cuda.get_device_name(device)
     return properties

@@ -60,7 +60,8 @@ class TrainingLoop:
         job, layout = setup.job, setup.layout
         self._setup, self._parts = setup, parts
         self._last = job.last_step(setup.plan)
-        self._arithmetic = arithmetic_of(layout.device, job.compiled, job.sharding.offload == "all")
+        gathered = job.precision.compute if job.sharding.gather == "compute" else None
+        self._arithmetic = arithmetic_of(layout.device, job.compiled, job.sharding.offload == "all", gathered)
         self._results = ValidationResults()
         self._means: Mapping[str, float] = {}
         """Means of the newest validation of this group, also of one before the first step; empty if there was none."""

@@ -64,3 +64,10 @@ def test_an_optimizer_that_steps_on_the_cpu_makes_a_difference() -> None:
     assert difference([on_device, on_host], ("before", "now")) == (
         "what computes on the CPU is not set before and the optimizer now"
     )
+
+
+def test_parameters_that_are_gathered_in_another_format_make_a_difference() -> None:
+    whole, sharded = (arithmetic_of(torch.device("cpu"), gathered=gathered) for gathered in (None, "bf16"))
+    assert difference([whole, sharded]) == (
+        "the format of gathered parameters is not set for one worker and bf16 for another"
+    )

@@ -20,7 +20,7 @@ from undula.plan.precision import FP32, PrecisionSpec
 from undula.plan.rules import RULES
 from undula.report.data.run_record import RecordedRun, leaves
 from undula.report.data.same_bits import is_exact, reason_for_other_bits
-from undula.report.data.summary import column
+from undula.report.data.summary import column, stage_of
 from undula.report.text import counted
 from undula.state.events import EndEvent, ValidationEvent
 
@@ -278,8 +278,11 @@ def _check_against(run: RecordedRun, other: RecordedRun, tolerance: float, certi
     reason = reason_for_other_bits(run, other)
     tolerance = tolerance if reason else 0.0
     largest = _compare(rows, others, tolerance, other.job.name, _close_keys(run))
+    stages = stage_of(run.job), stage_of(other.job)
+    sharded = f" (sharding.stage is {stages[0]} here and {stages[1]} there)" if any(stages) else ""
     certificate.proved.append(
-        f"{counted(len(rows), 'step')} as in {other.job.name}: the same samples and learning rates, with losses within {largest:.1e}"
+        f"{counted(len(rows), 'step')} as in {other.job.name}{sharded}: the same samples and learning rates, with losses within "
+        f"{largest:.1e}"
     )
     _compare_weights(rows, others, other.job.name, reason, certificate)
     done = {0, *(step + merged for step, merged in _keys(rows))}

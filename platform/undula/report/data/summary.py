@@ -95,11 +95,18 @@ class RunSummary:
     """What the run waits for, if it runs and waits for workers."""
     estimates: Estimates | None = None
     """What was expected of the run before it began, beside what was measured."""
+    sharding_stage: int = 0
+    """Value of sharding.stage in the newest submission."""
 
     def as_json(self) -> dict[str, Any]:
         """Return the summary as a JSON object. Losses that are not finite become null."""
         tree: dict[str, Any] = without_nan(asdict(self))
         return tree
+
+
+def stage_of(job: JobRecord) -> int:
+    """Return the value of sharding.stage in the newest submission of a run."""
+    return int(job.spec.get("sharding", {}).get("stage", 0))
 
 
 def summarize(ledger: Ledger, job: JobRecord, now: float, has_driver: bool | None = None) -> RunSummary:
@@ -153,6 +160,7 @@ def summarize(ledger: Ledger, job: JobRecord, now: float, has_driver: bool | Non
         failure=turn.error if isinstance(turn, FailEvent) and state == "stopped" else None,
         waiting=group.message if isinstance(group, WaitingEvent) and state == "running" else None,
         estimates=estimates_of(events, steps),
+        sharding_stage=stage_of(job),
     )
 
 

@@ -296,6 +296,7 @@ def _summary_table(summary: RunSummary) -> Table:
         ("goodput", goodput_text(summary.rank_seconds)),
         ("checkpoints", f"{summary.checkpoints:,}"),
         ("world sizes", ", ".join(map(str, summary.world_sizes)) or DASH),
+        *([("sharding", f"stage {summary.sharding_stage}")] if summary.sharding_stage else []),
     ):
         table.add_row(label, Text(value))
     return table
