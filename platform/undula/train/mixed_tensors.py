@@ -2,7 +2,7 @@
 
 FIX = (
     "the script has computed with a shard of a parameter and a whole tensor: in a sharded model, call the module that run.model() returns "
-    "instead of a part of it, and make averages and other copies of weights after run.model(), or set sharding.stage=0"
+    "instead of a part of it, and make averages and other copies of weights a part of the module before run.model()"
 )
 
 

@@ -14,6 +14,7 @@ from ranks import on_ranks
 from sharded_steps import OPTIMIZERS, STEPS, Block, Tied, Twice, loss_of, placed, plan_of, run_step, trained, whole
 from torch import Tensor, nn
 from torch.distributed.fsdp import register_fsdp_forward_method
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from undula.errors import UsageError
 from undula.parallel.engines.select import make_engine
@@ -238,6 +239,32 @@ def _varying(rank: int, world_size: int, sharding: ShardingSpec) -> list[Any]:
             found.append((run_step(engine, plan, step), [whole(each.grad) for each in engine.parameters]))
         engine.step()
     return found
+
+
+class Averaged(Tied):
+    """Model with an average of a part of its weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.average = AveragedModel(self.blocks, multi_avg_fn=get_ema_multi_avg_fn(0.9)).requires_grad_(False)
+
+
+def _averaged(rank: int, world_size: int, sharding: ShardingSpec) -> list[Any]:
+    engine = placed(rank, world_size, 4, sharding, make=Averaged)
+    trained = [each for each in engine.module.parameters() if each.requires_grad]
+    engine.prepare(engine.module, torch.optim.AdamW(trained, lr=0.01))
+    for step in range(3):
+        run_step(engine, plan_of(4), step)
+        engine.step()
+        engine.module.average.update_parameters(engine.module.blocks)  # type: ignore[operator]
+    return [whole(each) for each in engine.module.state_dict().values()]
+
+
+def test_an_average_that_is_a_part_of_the_model_has_the_bits_that_it_has_in_a_whole_one() -> None:
+    (expected,) = on_ranks(1, _averaged, ShardingSpec())
+    for world_size, stage in ((2, 3), (3, 1)):
+        for found in on_ranks(world_size, _averaged, ShardingSpec(stage)):  # type: ignore[arg-type]
+            assert found == expected
 
 
 class Named(Tied):

@@ -43,7 +43,8 @@ def load(file: Path, virtual_workers: int | None = None) -> Conversion:
 def as_yaml(conversion: Conversion, file: str) -> str:
     """Return a job's YAML without its name and its data, with all sentences in comments. `file` is the name of the configuration."""
     lines = [
-        f"# The equivalent of {in_one_line(file)}. Add a name, and the data unless the script gives them to run.dataset().",
+        f"# The equivalent of {in_one_line(file)}. Add a name, and the data unless the script gives them to run.dataset(), and run it with "
+        "--script.",
         "# name: my-run",
         "# data: {train: s3://bucket/train, validation: s3://bucket/validation}",
     ]
