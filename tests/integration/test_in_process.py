@@ -86,6 +86,14 @@ def test_an_exception_keeps_its_traceback_and_is_recorded(script: Path) -> None:
     assert "of the script" in failure.error
 
 
+def test_a_refusal_names_the_line_of_the_script(script: Path) -> None:
+    script.write_text(SCRIPT.replace("breakpoint()", "").replace("AT_STEP", "step.update()"))
+    done = run_here(str(script.with_suffix(".yaml")))
+    assert done.returncode == 2
+    second = len(script.read_text().rpartition("step.update()")[0].splitlines())
+    assert done.stderr.rstrip().endswith(f"(job.py:{second})")
+
+
 def test_work_after_the_last_step_that_has_failed_is_done_again(script: Path) -> None:
     def run(after: str) -> "subprocess.CompletedProcess[str]":
         script.write_text(SCRIPT.replace("breakpoint()", "").replace("        AT_STEP", f"    {after}"))

@@ -4,6 +4,7 @@ import atexit
 import gc
 import threading
 import time
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
@@ -15,7 +16,7 @@ from undula.config.job import LoadedSpec
 from undula.driver.preflight import Prepared, on_machines
 from undula.driver.record import LaunchSpec
 from undula.driver.training import Place, TrainFunction, end_on_sigterm
-from undula.errors import INTERRUPTED, SpecError, StorageError, one_line
+from undula.errors import INTERRUPTED, SpecError, StorageError, UsageError, one_line
 from undula.parallel.compile import compile_with_own_threads, problem_of_compiler
 from undula.state.events import FailEvent, StopEvent
 from undula.state.heartbeat import keep_heartbeat
@@ -26,6 +27,7 @@ from undula.telemetry.messages import Message, Status
 from undula.telemetry.waits import CommonEvent, CommonRecorder
 from undula.train.randomness import compute_deterministically
 from undula.train.single_process import SingleProcess
+from undula.train.tracebacks import with_place
 
 
 @contextmanager
@@ -100,6 +102,8 @@ def _fit(store: Store, publish: _Screen, train: TrainFunction, spec: LaunchSpec)
     except Exception as error:
         with suppress(StorageError):  # which may be the error itself
             events.event(FailEvent(one_line(error)))
+        if isinstance(error, UsageError):
+            raise with_place(error, "".join(traceback.format_exception(error))) from error
         raise
 
 

@@ -5,6 +5,7 @@ import traceback
 
 import torch.distributed as dist
 
+from undula.errors import UsageError
 from undula.masking.values import mask, mask_error
 from undula.recovery.worker_state import GroupEndedError
 from undula.train.left_out import note_left_out
@@ -13,6 +14,8 @@ from undula.train.mixed_tensors import note_mixed_tensors
 HOROVODS_REFUSALS = re.compile("Mismatched|not been initialized|same name as another")
 """Parts of the messages of Horovod 0.28.1 about mistakes of the script itself (horovod/common/controller.cc, common.h)."""
 _ATTRIBUTE = "undula_traceback"
+_NOT_OF_USER = re.compile(r"site-packages|/undula/|/lib/python3\.\d+/|^<frozen ")
+"""Paths of files that are not the user's: installed packages, this one, and Python's own."""
 
 
 def keep_traceback(error: BaseException) -> None:
@@ -30,6 +33,19 @@ def keep_traceback(error: BaseException) -> None:
 def kept_traceback(error: BaseException) -> str | None:
     """Return the traceback that `keep_traceback` stored; None if the exception was not raised by the user's code."""
     return getattr(error, _ATTRIBUTE, None)
+
+
+def place_in_script(story: str) -> str:
+    """Return the last line of the user's code in a traceback, such as `train.py:12`; empty if there is none."""
+    frames = re.findall(r'File "([^"]+)", line (\d+)', story)
+    own = [place for place in frames if not _NOT_OF_USER.search(place[0])]
+    return f"{own[-1][0].rpartition('/')[2]}:{own[-1][1]}" if own else ""
+
+
+def with_place(error: UsageError, story: str) -> UsageError:
+    """Return an error with the place in the user's code at which it was raised, given its traceback."""
+    place = place_in_script(story)
+    return type(error)(f"{error} ({place})") if place else error
 
 
 def is_of_collective(error: BaseException) -> bool:

@@ -13,7 +13,7 @@ from ray.train.v2.api.exceptions import ControllerError, PreemptionError, Traini
 
 from undula.errors import StorageError, SupersededError, UndulaError, UsageError
 from undula.train.mixed_tensors import is_of_mixed_tensors
-from undula.train.tracebacks import is_of_collective, kept_traceback
+from undula.train.tracebacks import is_of_collective, kept_traceback, place_in_script, with_place
 
 BUGS = (
     *(ArithmeticError, AssertionError, AttributeError, FileNotFoundError, ImportError, LookupError, NameError),
@@ -26,8 +26,6 @@ STORAGE_FAILURES = 60
 LONGEST_PAUSE_S = 30.0
 """Maximum pause in seconds after a storage failure. The pause doubles with each failure until it reaches this value."""
 
-NOT_OF_USER = re.compile(r"site-packages|/undula/|/lib/python3\.\d+/|^<frozen ")
-"""Paths of files that are not the user's: installed packages, this one, and Python's own."""
 LOSSES = (
     (
         "NODE_OUT_OF_MEMORY|running low on memory",
@@ -96,8 +94,7 @@ def refusal_of(error: BaseException) -> UndulaError | None:
     failures = error.worker_failures if isinstance(error, WorkerGroupError) else {}
     for _, failure in sorted(failures.items()):
         if isinstance(failure, UsageError):
-            place = _place_of(failure)
-            return type(failure)(f"{failure} ({place})" if place else str(failure))
+            return with_place(failure, kept_traceback(failure) or "")
     return None
 
 
@@ -179,15 +176,8 @@ def _one_line(failure: BaseException) -> str:
         description = str(failure).strip()
         known = (loss for pattern, loss in LOSSES if re.search(pattern, description))
         return next(known, (description.splitlines() or [type(failure).__name__])[-1])
-    message, place = (str(failure).strip().splitlines() or [""])[0], _place_of(failure)
+    message, place = (str(failure).strip().splitlines() or [""])[0], place_in_script(kept_traceback(failure) or "")
     at = f" at {place}" if place else ""
     kind = "out of memory: " if isinstance(failure, MemoryError | torch.OutOfMemoryError) else ""
     notes = "".join(f" ({note})" for note in getattr(failure, "__notes__", ()))  # for example the sample of a map
     return f"{kind}{type(failure).__name__}: {message}{at}{notes}"
-
-
-def _place_of(failure: BaseException) -> str:
-    """Return the line of the user's code in which a worker failed, such as `train.py:12`; empty if it is not known."""
-    frames = re.findall(r'File "([^"]+)", line (\d+)', kept_traceback(failure) or "")
-    own = [place for place in frames if not NOT_OF_USER.search(place[0])]
-    return f"{own[-1][0].rpartition('/')[2]}:{own[-1][1]}" if own else ""
