@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any, TextIO
 
 import ray
+from ray.exceptions import RayActorError
 
 from undula.errors import RunError
 from undula.storage import Store
@@ -24,6 +25,10 @@ KEPT_MESSAGES = 10_000
 """Number of messages that the hub keeps; older ones are dropped."""
 END_LIMIT_S = 30.0
 """Maximum time in seconds to wait for the last messages at the end of a follower's block."""
+LOST = (
+    "The process that passes on what workers report was lost, perhaps because the head's memory ran out. Nothing more of the run is shown "
+    "here; its ledger goes on as long as the run does."
+)
 
 
 class Hub:
@@ -84,7 +89,11 @@ class HubFollower:
         while not is_last:
             # After the end of the block, one more read gets the last messages.
             is_last = self._closed.wait(self._interval_s)
-            self.position, messages = ray.get(self._hub.read.remote(self.position))
+            try:
+                self.position, messages = ray.get(self._hub.read.remote(self.position))
+            except RayActorError:
+                print(LOST, file=sys.stderr, flush=True)
+                return
             self._handle(messages)
 
 

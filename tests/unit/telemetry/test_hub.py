@@ -7,10 +7,11 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from ray.exceptions import RayActorError
 
 from undula.storage import Store
 from undula.telemetry import hub as hubs
-from undula.telemetry.hub import Hub, HubFollower, output_to_driver
+from undula.telemetry.hub import LOST, Hub, HubFollower, output_to_driver
 from undula.telemetry.messages import Line, Message
 
 
@@ -37,6 +38,19 @@ def test_messages_are_passed_on_in_the_block_and_the_last_ones_do_not_wait_for_t
     with HubFollower(handle, received.extend, interval_s=1000):
         hub.publish(Line(0, "last"))
     assert received[2:] == [Line(0, "first"), Line(0, "second"), Line(0, "last")]
+
+
+def test_a_hub_that_was_lost_ends_the_messages_with_a_sentence(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def lost(value: object) -> object:
+        raise RayActorError
+
+    monkeypatch.setattr(hubs.ray, "get", lost)
+    handle = SimpleNamespace(read=SimpleNamespace(remote=lambda start: None))
+    with HubFollower(handle, lambda messages: None, interval_s=0.001):
+        pass
+    assert capsys.readouterr().err == f"{LOST}\n"
 
 
 def test_what_a_rank_prints_and_logs_in_any_group_reaches_the_driver(capsys: pytest.CaptureFixture[str]) -> None:
