@@ -188,16 +188,17 @@ def message_rate(rank: int, world_size: int) -> float:
 
 
 def figure(figures: dict[str, float], names: Sequence[str], sizes: Sequence[str]) -> str:
-    """Draw the pauses over the size of the state as SVG: a point for each change, and a curve through the medians of a contender."""
+    """Draw the pauses over the size of the state as SVG: a point for each measured change, and a curve through the medians."""
     size_mb = [2 * figures[f"{size}: moved, MB"] for size in sizes]
     bounds = [figures[f"{size}: bound of the pause, s"] for size in sizes]
     layers: list[Layer] = [Line(np.array(size_mb), np.array(bounds), "bound", dash="5 4")]
     keys = [Key("bound", "bound", is_line=True, dash="5 4")]
     every: list[float] = [*bounds]
     for name in names:
-        pauses_s = [[figures[f"{name}, {size}, {change}: pause, s"] for change in CHANGES] for size in sizes]
+        keys_of_size = [[f"{name}, {size}, {change}: pause, s" for change in CHANGES] for size in sizes]
+        pauses_s = [[figures[key] for key in keys_of if key in figures] for keys_of in keys_of_size]
         medians = np.array([statistics.median(of_size) for of_size in pauses_s])
-        xs = [mb for mb in size_mb for _ in CHANGES]
+        xs = [mb for mb, of_size in zip(size_mb, pauses_s, strict=True) for _ in of_size]
         every += chain.from_iterable(pauses_s)
         layers += [Line(np.array(size_mb), medians, name), Points(xs, list(chain.from_iterable(pauses_s)), name, "dot")]
         keys.append(Key(LABELS[name], name, "dot", is_line=True))
