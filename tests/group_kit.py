@@ -301,7 +301,13 @@ def _inject(fault: Fault, rank: int, patch: pytest.MonkeyPatch) -> None:
         case "in the optimizer's step":
             steps: list[bool] = []  # that the engine has begun; a step that is skipped has no step of the optimizer
             _before(patch, Engine, "step", lambda: steps.append(True), lambda: True)
-            register_optimizer_step_pre_hook(lambda *_: _die() if len(steps) == fault.step + 1 else None)
+
+            def die_in_step(*_: object) -> None:
+                if len(steps) == fault.step + 1:
+                    _die()
+
+            die_in_step.__module__ = "undula.faults"  # no hook of the script, which no record of updates would have
+            register_optimizer_step_pre_hook(die_in_step)
             _after(patch, Engine, "step", _die, _times(fault.step))
         case "after the optimizer's step":
             _before(patch, StepBoundary, "committed", _die, _times(fault.step))
