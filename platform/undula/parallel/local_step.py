@@ -22,26 +22,24 @@ def on_local_parts(optimizer: Optimizer) -> Iterator[None]:
     before = dict(optimizer.state)
     with torch.no_grad():
         parts = {shard: _part_of(shard) for of_group in params for shard in of_group}
-        local = {parts[shard]: _local_state(state) for shard, state in before.items() if shard in parts}
-    _replace(optimizer, [[parts[shard] for shard in of_group] for of_group in params], local)
-    seen = {part: dict(state) for part, state in local.items()}
+        local = {shard: _local_state(state) for shard, state in before.items() if shard in parts}
+    states = {parts[shard]: dict(state) for shard, state in local.items()}
+    _replace(optimizer, [[parts[shard] for shard in of_group] for of_group in params], states)
     try:
         yield
     finally:
         after = dict(before)
         for shard, part in parts.items():
-            made = optimizer.state.pop(part, None)  # one after another, because what is offloaded is copied
-            if made is not None:
+            state = optimizer.state.pop(part, None)  # one after another, because a state that is offloaded is copied
+            if state is not None:
+                given = local.get(shard, {})
                 after[shard] = {
                     name: before[shard][name]
-                    if value is seen.get(part, {}).get(name, _NONE)
+                    if name in given and value is given[name]
                     else _sharded(value, shard, part)
-                    for name, value in made.items()
+                    for name, value in state.items()
                 }
         _replace(optimizer, params, after)
-
-
-_NONE = object()
 
 
 def _replace(optimizer: Optimizer, params: list[list[nn.Parameter]], states: dict[Any, dict[str, Any]]) -> None:

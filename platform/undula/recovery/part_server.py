@@ -71,9 +71,7 @@ class PartServer(ThreadingHTTPServer):
 
 class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
-    disable_nagle_algorithm = (
-        True  # otherwise the last bytes of an answer would wait for an acknowledgment of the others
-    )
+    disable_nagle_algorithm = True  # otherwise the end of an answer would wait until its beginning is acknowledged
     timeout = TIMEOUT_S
     server: PartServer
 

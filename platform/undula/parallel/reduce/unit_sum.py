@@ -179,8 +179,8 @@ class InterleavedUnitSum(UnitSum):
             return
         if self._is_folded:
             raise UsageError(
-                "a backward pass came to a unit of the sharded model more often than was known; name units that run equally "
-                "often in each batch in sharding.units, or set sharding.stage=1"
+                "a backward pass came to a unit of the sharded model more often than its forward passes or an earlier backward pass; name "
+                "units that run equally often in each batch in sharding.units, or set sharding.stage=1"
             )
         is_complete = self._passes == self._expected
         # Only one of the times that a backward pass comes here has a gradient, but a sum over several passes must be rounded once.
