@@ -73,6 +73,47 @@ class Twice(Tied):
         return self.output(y)  # type: ignore[no-any-return]
 
 
+class Routed(nn.Module):
+    """Model whose batches run other units: a head for each task, experts for tokens, blocks that are skipped, and blocks in another order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(13, 10)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(10, 10), nn.Tanh()) for _ in range(3))
+        self.experts = nn.ModuleList(nn.Sequential(nn.Linear(10, 7), nn.Tanh(), nn.Linear(7, 10)) for _ in range(4))
+        self.heads = nn.ModuleList(nn.Linear(10, 13) for _ in range(3))
+
+    def forward(self, x: Tensor, uses: bool) -> Tensor:
+        y, task = self.embedding(x), int(x.sum()) % 3
+        chosen = [block for number, block in enumerate(self.blocks) if number != task]
+        for block in chosen[::-1] if uses else chosen:
+            y = y + block(y)
+        routed = torch.zeros_like(y)
+        for number in (x % 4).unique().tolist():
+            rows = x % 4 == number
+            routed[rows] = self.experts[number](y[rows])
+        y = y + routed
+        with torch.no_grad():
+            scores = self.heads[(task + 1) % 3](y).softmax(-1)
+        return self.heads[task](y) - 0.1 * scores  # type: ignore[no-any-return]
+
+
+class Apart(Routed):
+    """Model whose first units get inputs without gradients, and of which a batch may use a unit without its gradient, or twice."""
+
+    def forward(self, x: Tensor, uses: bool) -> Tensor:
+        y = nn.functional.one_hot(x % 10, 10).float()
+        for block in (*self.blocks, self.blocks[0]) if uses else self.blocks[:2]:
+            y = y + block(y)
+        far = self.experts[int(x[0, 0]) % 4](y)
+        y = y + (far.detach() if uses else far) + self.embedding(x)
+        return self.heads[0](y) + self.heads[2](y) if uses else self.heads[1](y)  # type: ignore[no-any-return]
+
+
+ROUTED = ("blocks.*", "experts.*", "heads.*")
+"""Units of Routed."""
+
+
 def loss_of(model: nn.Module, step: int, virtual_worker: int, number: int) -> Tensor:
     generator = torch.Generator().manual_seed(step * 1000 + virtual_worker * 10 + number)
     x = torch.randint(13, (3, 6), generator=generator)

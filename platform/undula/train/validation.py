@@ -172,7 +172,8 @@ class Validation:
         self._worker.enter(SHARDED_VALIDATE if self._equal_rounds else VALIDATE)
         self._model.baseline.put_back_buffers()
         device, begun = self._layout.device, begun_collectives()
-        means = self._means_of(moved(batch, device))
+        with self._model.engine.evaluation_batch():
+            means = self._means_of(moved(batch, device))
         if not self._equal_rounds:
             require_begun_collectives(
                 begun,

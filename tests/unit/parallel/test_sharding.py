@@ -11,7 +11,22 @@ import sharded_steps
 import torch
 import torch.distributed as dist
 from ranks import on_ranks
-from sharded_steps import OPTIMIZERS, STEPS, Block, Tied, Twice, loss_of, placed, plan_of, run_step, trained, whole
+from sharded_steps import (
+    OPTIMIZERS,
+    ROUTED,
+    STEPS,
+    Apart,
+    Block,
+    Routed,
+    Tied,
+    Twice,
+    loss_of,
+    placed,
+    plan_of,
+    run_step,
+    trained,
+    whole,
+)
 from torch import Tensor, nn
 from torch.distributed.fsdp import register_fsdp_forward_method
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
@@ -51,6 +66,29 @@ def test_compressed_gradients_have_the_bits_of_the_whole_model(
 ) -> None:
     (expected,) = on_ranks(1, trained, 4, ShardingSpec(), ["AdamW"], compression, make)
     sharding = ShardingSpec(stage)  # type: ignore[arg-type]
+    for found in on_ranks(world_size, trained, 4, sharding, ["AdamW"], compression, make):
+        assert found == expected
+
+
+@pytest.mark.parametrize("make", [Routed, Apart])
+@pytest.mark.parametrize(
+    ("world_size", "stage", "compression", "units"),
+    [
+        (1, 3, "none", ROUTED),
+        (2, 1, "none", ROUTED),
+        (2, 2, "none", ROUTED),
+        (2, 3, "none", ROUTED),
+        (3, 1, "bf16", ROUTED),
+        (3, 2, "bf16", ROUTED),
+        (3, 3, "none", ROUTED),
+        (3, 3, "bf16", "auto"),
+    ],
+)
+def test_a_model_whose_batches_use_other_units_has_the_bits_of_the_whole_model(
+    make: type[nn.Module], world_size: int, stage: int, compression: Compression, units: Any
+) -> None:
+    (expected,) = on_ranks(1, trained, 4, ShardingSpec(), ["AdamW"], compression, make)
+    sharding = ShardingSpec(stage, units)  # type: ignore[arg-type]
     for found in on_ranks(world_size, trained, 4, sharding, ["AdamW"], compression, make):
         assert found == expected
 

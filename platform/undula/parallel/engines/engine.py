@@ -1,6 +1,7 @@
 """Engine that trains a module of which each rank has the whole."""
 
 from collections.abc import Callable, Sequence, Set
+from contextlib import AbstractContextManager, nullcontext
 from operator import is_
 
 import torch
@@ -112,6 +113,10 @@ class Engine:
     def watch_gradients(self, show: ShowGradient) -> None:
         """Show a function each gradient of a micro-batch as its backward pass computes it, in this step and possibly in later ones."""
         self._gradient_hooks.attach(self.trainable, show)
+
+    def evaluation_batch(self) -> AbstractContextManager[None]:
+        """Return a context for the forward passes of one batch that no backward pass follows. All ranks must enter it together."""
+        return nullcontext()
 
     def before_forward(self, is_last: bool) -> None:
         """Prepare the forward pass of a micro-batch. `is_last` is true for the last micro-batch of the step on this rank."""

@@ -2,7 +2,7 @@
 
 import weakref
 from collections.abc import Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -51,11 +51,15 @@ class ShardedEngine(Engine):
 
     def __init__(self, layout: Layout, settings: EngineSettings, sent_as: torch.dtype | None = None):
         accumulate = partial(ShardedAccumulator, layout=layout, virtual_workers=settings.virtual_workers)
-        super().__init__(layout, partial(accumulate, sent_as=sent_as, offloads=settings.sharding.offload == "all"))
         self._sharding = settings.sharding
+        self._frees_once = 0 < self._sharding.stage < 3
+        offloads = self._sharding.offload == "all"
+        super().__init__(layout, partial(accumulate, sent_as=sent_as, offloads=offloads, frees_once=self._frees_once))
         self._compute = dtype_of(settings.compute)
         self._former: dict[str, weakref.ref[nn.Parameter]] = {}
         """Parameters that the shards have replaced, by name."""
+        self._is_in_batch = self._is_own_forward = False
+        """Whether a batch is open, whose forward passes end with its backward pass, and whether the present one is outside of a batch."""
 
     def place(self, module: nn.Module) -> nn.Module:
         """Shard a module whose weights are those of rank 0, or accept a module that the script has sharded.
@@ -78,18 +82,44 @@ class ShardedEngine(Engine):
             # Otherwise the places of gradients in the flat one would depend on which parameters a micro-batch uses.
             part.set_reduce_scatter_unused_params(True)
         refuse_local_numbers()
-        self._hook = module.register_forward_hook(self._after_forward, always_call=True)
+        self._hooks = [
+            module.register_forward_pre_hook(self._before_own_forward, prepend=True),
+            module.register_forward_hook(self._after_own_forward, always_call=True),
+        ]
         self._attach(module)
         return module
 
-    def _after_forward(self, *_: object) -> None:
+    @property
+    def _sharded(self) -> ShardedAccumulator:
+        assert isinstance(self._accumulator, ShardedAccumulator)
+        return self._accumulator
+
+    def _before_own_forward(self, *_: object) -> None:
+        """Begin a forward pass of the script outside of a batch."""
+        self._is_own_forward = not self._is_in_batch
+        if self._is_own_forward:
+            self._sharded.begin_evaluation()
+
+    def _after_own_forward(self, _: nn.Module, inputs: object, output: object) -> None:
         """Free what a forward pass without gradients has gathered, as when a script generates samples, unless more follow at once."""
+        if not self._is_own_forward or output is None:  # it has failed
+            return
+        self._sharded.end_forward()
         if not torch.is_grad_enabled() and not self.keeps_gathered:
             self.reshard()
 
+    @contextmanager
+    def evaluation_batch(self) -> Iterator[None]:
+        self._sharded.begin_evaluation()
+        self._is_in_batch = True
+        yield
+        self._is_in_batch = False
+        self._sharded.end_forward()
+
     def close(self) -> None:
         super().close()
-        self._hook.remove()
+        for hook in self._hooks:
+            hook.remove()
 
     def _shard(self, module: nn.Module) -> None:
         if problem := problem_of_sharding(module, self._sharding):
@@ -197,8 +227,7 @@ class ShardedEngine(Engine):
 
     def reshard(self) -> None:
         """Free gathered parameters. A forward pass without a backward pass, as in a validation, leaves them."""
-        for part in _parts(self.module):
-            part.reshard()
+        self._sharded.reshard()
 
     def begin_step(self, work: Sequence[MicroBatch]) -> None:
         self.reshard()
@@ -215,13 +244,13 @@ class ShardedEngine(Engine):
             )
 
     def watch_gradients(self, show: ShowGradient) -> None:
-        assert isinstance(self._accumulator, ShardedAccumulator)
-        self._accumulator.show = show
+        self._sharded.show = show
 
     def before_forward(self, is_last: bool) -> None:
         """Keep the parameters gathered from one micro-batch to the next, if no worker has more to come and the stage allows it."""
         super().before_forward(is_last)
-        if 0 < self._sharding.stage < 3:
+        self._is_in_batch = True
+        if self._frees_once:
             for part in _parts(self.module):
                 part.set_reshard_after_backward(is_last, recurse=False)
 
@@ -229,8 +258,11 @@ class ShardedEngine(Engine):
         if is_sharded_tensor(loss):
             raise UsageError(PROBLEM_OF_SHARDS)
         super().backward(loss, weight, micro_batch, is_last)
-        assert isinstance(self._accumulator, ShardedAccumulator)
-        self._accumulator.after_backward()
+        self._sharded.after_backward()
+        self._is_in_batch = False
+        # Torch does not free what a batch has gathered and whose loss does not depend on the model.
+        if is_last or not self._frees_once:
+            self.reshard()
         for name, former in self._former.items():
             if (parameter := former()) is not None and parameter.grad is not None:
                 raise UsageError(

@@ -1,4 +1,4 @@
-"""Gradients of a sharded model. Torch's `fully_shard` concatenates them by unit, and they are added up here, along the tree of the plan."""
+"""Collectives of a sharded model: units are gathered in one order on all ranks, and gradients are added up along the tree of the plan."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -16,12 +16,14 @@ from undula.errors import UsageError
 from undula.parallel.gradient_hooks import ShowGradient
 from undula.parallel.layout import Layout
 from undula.parallel.reduce.accumulator import Accumulator
+from undula.parallel.reduce.unit_order import Collective, Pass, UnitOrder
 from undula.parallel.reduce.unit_sum import InterleavedUnitSum, UnitSum
 from undula.plan.plan import MicroBatch
 from undula.state.pieces import shard_with
 
 Place = tuple[nn.Module, str, nn.Parameter]
 """Layer, name in the layer, and sharded parameter, in whose place the layer has a whole one while it is gathered."""
+_all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # torch 2.13 has given it another name
 PROBLEM_OF_SHARDS = (
     "the loss of a batch is computed from shards of parameters, whose gradients torch's fully_shard does not reduce; compute such a term "
     "in forward() of the module that has the parameters, give the optimizer a weight_decay, or set sharding.stage=0"
@@ -35,16 +37,34 @@ PROBLEM_OF_METHODS = (
 
 @dataclass
 class Unit:
-    """Module that `fully_shard` gathers at once, and the sum of its gradients."""
+    """Module that `fully_shard` gathers at once, and the sum of its gradients. It has the methods of torch's `AllGather`."""
 
+    name: str
     module: FSDPModule
     places: Sequence[Place]
     """Parameters of the unit that require a gradient."""
+    stays: bool
+    """Whether the unit stays gathered from its forward pass to its backward pass."""
     sum: UnitSum
+    reach: Callable[[], object]
+    """Function that takes part in the collectives that come before a gathering of this unit."""
+    num_gathered: int = 0
+    """Number of times that this rank has gathered the unit."""
     views: dict[nn.Parameter, Callable[[Tensor], Tensor]] = field(default_factory=dict)
     """Functions that return the gradient of a parameter's shard as a view of a slice of the flat gradient."""
     is_watched: bool = False
     """Whether a forward pass has shown which parameters are gathered. Only then is it known which of them get a gradient."""
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
+    ) -> dist.Work | None:
+        """Gather the parameters of the unit, when the other ranks do."""
+        self.reach()
+        self.num_gathered += 1
+        return _all_gather(output_tensor, input_tensor, group=group, async_op=async_op)  # type: ignore[no-any-return]
 
     def find_views(self) -> None:
         """Find out, after a backward pass, where torch has the gradient of each parameter in the slice."""
@@ -65,6 +85,7 @@ class ShardedAccumulator(Accumulator):
         virtual_workers: Number of virtual workers of the plan.
         sent_as: Dtype to which each sum is rounded, and in which gradients are sent; None for their own dtype.
         offloads: Whether the shards are in host memory, and what is gathered of them on the device of the layout.
+        frees_once: Whether units stay gathered until the last backward pass of a step.
     """
 
     def __init__(
@@ -74,6 +95,7 @@ class ShardedAccumulator(Accumulator):
         virtual_workers: int,
         sent_as: torch.dtype | None = None,
         offloads: bool = False,
+        frees_once: bool = False,
     ):
         super().__init__(module)
         self.show: ShowGradient | None = None
@@ -88,22 +110,49 @@ class ShardedAccumulator(Accumulator):
         self._present_pass = _Pass()
         self._all = list(module.parameters())
         """All sharded parameters. Torch can set zeros as the gradient also of one that no longer requires a gradient."""
-        make = InterleavedUnitSum if layout.interleaves and layout.num_cells > 1 else UnitSum
+        parts = [(name, part) for name, part in module.named_modules() if isinstance(part, FSDPModule)]
+        stays = [place == 0 or _stays_gathered(part) for place, (_, part) in enumerate(parts)]
+        trainable = [_places_of(part) for _, part in parts]
+        self.order = UnitOrder([*map(bool, trainable)], stays, self._join_in, layout.control)
+        """Order of the ranks' collectives."""
+        make_sum = partial(
+            InterleavedUnitSum if layout.interleaves and layout.num_cells > 1 else UnitSum,
+            layout,
+            virtual_workers,
+            sent_as=sent_as,
+            offloads=offloads,
+        )
         self._units = [
-            Unit(part, places, make(layout, virtual_workers, sent_as, offloads)) for part, places in _units_of(module)
+            Unit(
+                name or "the model",
+                part,
+                places,
+                stay,
+                make_sum(flat=_flat_gradient(part, places, layout)),
+                partial(self.order.reach, Collective("gather", number)),
+            )
+            for number, ((name, part), places, stay) in enumerate(zip(parts, trainable, stays, strict=True))
         ]
+        self._stays, self._frees_once = all(stays), frees_once
+        self._is_gathered = False
+        """Whether all units are gathered on all ranks."""
         self._hooks: list[RemovableHandle] = [
             parameter.register_hook(self._present_pass.refuse)  # type: ignore[no-untyped-call]
             for parameter in self.parameters
         ]
         self._whole: dict[Tensor, tuple[nn.Parameter, int]] = {}
         """Sharded parameter of each whole one, and the number of changes that torch has counted of the whole one."""
-        for unit in self._units:
+        for number, unit in enumerate(self._units):
             unit.module.set_custom_reduce_scatter(unit.sum)  # type: ignore[arg-type]
             if layout.num_cells == 1:
                 unit.module.set_all_reduce_hook(unit.sum.take_alone)
+            else:
+                unit.module.set_custom_all_gather(unit)  # type: ignore[arg-type]
+            if isinstance(unit.sum, InterleavedUnitSum):
+                unit.sum.order, unit.sum.number = self.order, number
+                unit.sum.has_gradient = partial(self._has_gradient, unit)
             assert isinstance(unit.module, nn.Module)
-            self._hooks.append(unit.module.register_forward_pre_hook(partial(self._before_forward, unit)))
+            self._hooks.append(unit.module.register_forward_pre_hook(partial(self._before_forward, number)))
         self.open([])
 
     def close(self) -> None:
@@ -123,17 +172,40 @@ class ShardedAccumulator(Accumulator):
         for unit in self._units:
             unit.sum.begin_step()
 
+    def begin_evaluation(self) -> None:
+        """Begin forward passes that no backward pass follows. All ranks must call this, and then `end_forward`."""
+        if self._layout.num_cells > 1 and not self._is_gathered:
+            self.order.begin("evaluation")
+
+    def end_forward(self, then: Pass | None = None) -> None:
+        """End forward passes, in which each rank may have used other units. `then` is the kind of backward pass that follows."""
+        if self.order.is_open:
+            self.order.end(then)
+            self._is_gathered = self._stays
+
+    def before_forward(self) -> None:
+        is_sending = self._layout.interleaves and self._passes[0][1]
+        if self._layout.num_cells > 1 and (is_sending or not self._is_gathered):
+            self.order.begin("forward", self._is_gathered)
+
     def before_backward(self, micro_batch: MicroBatch, is_last: bool) -> None:
         place, is_last_of_place = self._passes.pop(0)
+        kind = _pass_of(self._layout.interleaves and is_last_of_place, is_last)
+        self.end_forward(kind)
         self._end_leaves(place)
         self._counts, self._present_pass.is_open = micro_batch.samples > 0, True
         self._computed_now.clear()
         self._free()
         for unit in self._units:
             unit.sum.begin_pass(self._counts, is_last_of_place)
+        if self._layout.num_cells > 1 and (kind != "backward" or not self._frees_once):
+            self.order.begin(kind)
 
     def after_backward(self) -> None:
         """Replace the gradients that torch has left, which count for nothing. A change by the script of those in their place is noticed."""
+        if self.order.is_open:
+            self.order.end()
+            self._send_late()
         self._counts = self._present_pass.is_open = False
         self._require_unchanged()
         for unit in self._units:
@@ -168,18 +240,68 @@ class ShardedAccumulator(Accumulator):
                     "torch.no_grad(), or set sharding.stage=0"
                 )
 
+    def reshard(self) -> None:
+        """Free all gathered parameters. All ranks must call this."""
+        self._is_gathered = False
+        for unit in self._units:
+            unit.module.reshard()
+
     def finish(self, samples: int) -> None:
         self._end_leaves(max(map(len, self._shares)))
         self._free()
-        present = self._present_anywhere()
-        for unit in self._units:
+        present, watched = self._present_anywhere()
+        for unit, is_watched in zip(self._units, watched, strict=True):
+            if not unit.places:
+                continue
             total = unit.sum.total()
-            if total is not None and not unit.is_watched and bool(total.any()):
+            if not is_watched and bool(total.any()):
                 raise UsageError(PROBLEM_OF_METHODS)
+            total = total.to(unit.places[0][2].dtype)  # that of all parameters of the unit
             for _, _, parameter in unit.places:
-                if total is not None and parameter in present:
-                    total = total.to(parameter.dtype)  # that of all parameters of the unit
+                if parameter in present:
                     parameter.grad = shard_with(unit.views[parameter](total), parameter)
+
+    def _join_in(self, collective: Collective) -> None:
+        """Take part in a collective that the batch of this rank does not need now."""
+        unit = self._units[collective.unit]
+        if collective.kind == "send":
+            self._send(unit)
+            return
+        begun = unit.num_gathered
+        unit.module.unshard()
+        if unit.num_gathered == begun:  # it is gathered here, but not on the rank that needs it
+            unit.module.reshard()
+            unit.module.unshard()
+        elif not unit.stays or self._present_pass.is_open:
+            unit.module.reshard()
+
+    def _send(self, unit: Unit) -> None:
+        """Send the gradient of a unit outside of its own backward pass, on the stream of all other gradients."""
+        assert isinstance(unit.sum, InterleavedUnitSum)
+        if self._layout.device.type != "cuda":
+            unit.sum.send()
+            return
+        here = torch.cuda.current_stream(self._layout.device)
+        stream = unit.sum.stream or here
+        stream.wait_stream(here)
+        with torch.cuda.stream(stream):
+            unit.sum.send()
+        for waiting in (here, torch.cuda.default_stream(self._layout.device)):
+            waiting.wait_stream(stream)
+
+    def _send_late(self) -> None:
+        for number in sorted(self.order.late):
+            unit = self._units[number]
+            assert isinstance(unit.sum, InterleavedUnitSum)
+            if unit.sum.is_folded:
+                raise UsageError(
+                    f"a backward pass came to {unit.name} of the sharded model after its gradient had been sent, and earlier in other "
+                    "batches that ran the same units; set sharding.stage=1"
+                )
+            self._send(unit)
+
+    def _has_gradient(self, unit: Unit) -> bool:
+        return any(parameter in self._computed_now for _, _, parameter in unit.places)
 
     def _place(self, micro_batch: MicroBatch) -> int:
         """Return the place of a micro-batch's virtual worker among those of its rank."""
@@ -193,12 +315,16 @@ class ShardedAccumulator(Accumulator):
                 unit.sum.end_leaves(place)
         self._num_ended = stop
 
-    def _before_forward(self, unit: Unit, *_: object) -> None:
+    def _before_forward(self, number: int, *_: object) -> None:
         """Count the forward passes of a unit, and let its whole parameters tell when they get a gradient. Torch makes zeros for others."""
+        unit = self._units[number]
+        self.order.call(number)
         # Torch calls no hooks for other methods that are registered as forward passes (`register_fsdp_forward_method`).
         has_others = any(isinstance(each, MethodType) and name != "forward" for name, each in vars(unit.module).items())
         unit.is_watched = True
-        if torch.is_grad_enabled() and not self._present_pass.is_open and not has_others:
+        if has_others:
+            unit.sum.forward_passes = None
+        elif torch.is_grad_enabled() and not self._present_pass.is_open and unit.sum.forward_passes is not None:
             unit.sum.forward_passes += 1
         for layer, name, parameter in unit.places:
             whole = layer._parameters[name]
@@ -222,14 +348,15 @@ class ShardedAccumulator(Accumulator):
                 assert whole.grad is not None
                 self.show(parameter, whole.grad)
 
-    def _present_anywhere(self) -> set[nn.Parameter]:
-        """Return the parameters of which any rank has a gradient."""
-        if self._layout.num_cells == 1:
-            return self._present
-        own = [parameter in self._present for parameter in self.parameters]
+    def _present_anywhere(self) -> tuple[set[nn.Parameter], list[bool]]:
+        """Return the parameters of which any rank has a gradient, and whether a forward pass has come to each unit on any rank."""
+        own = [parameter in self._present for parameter in self.parameters] + [unit.is_watched for unit in self._units]
         flags = torch.tensor(own, dtype=torch.uint8, device="cpu")
-        dist.all_reduce(flags, dist.ReduceOp.MAX, group=self._layout.control)
-        return {parameter for parameter, flag in zip(self.parameters, flags.tolist(), strict=True) if flag}
+        if self._layout.num_cells > 1:
+            dist.all_reduce(flags, dist.ReduceOp.MAX, group=self._layout.control)
+        count = len(self.parameters)
+        present, watched = flags[:count].tolist(), flags[count:].tolist()
+        return {parameter for parameter, flag in zip(self.parameters, present, strict=True) if flag}, watched
 
 
 @dataclass
@@ -249,20 +376,39 @@ class _Pass:
             raise UsageError(PROBLEM_OF_SHARDS)
 
 
-def _units_of(module: nn.Module) -> Iterator[tuple[FSDPModule, list[Place]]]:
-    """Yield each sharded module with its own trainable parameters, without those of sharded modules inside it."""
-    for part in module.modules():
-        if isinstance(part, FSDPModule):
-            assert isinstance(part, nn.Module)
-            yield (
-                part,
-                [
-                    (layer, name, parameter)
-                    for layer in _own_layers(part)
-                    for name, parameter in layer._parameters.items()
-                    if parameter is not None and parameter.requires_grad
-                ],
-            )
+def _pass_of(is_sending: bool, is_last: bool) -> Pass:
+    if is_sending:
+        return "last sending" if is_last else "sending"
+    return "last backward" if is_last else "backward"
+
+
+def _places_of(part: FSDPModule) -> list[Place]:
+    """Return the trainable parameters of a sharded module, without those of sharded modules inside it."""
+    assert isinstance(part, nn.Module)
+    return [
+        (layer, name, parameter)
+        for layer in _own_layers(part)
+        for name, parameter in layer._parameters.items()
+        if parameter is not None and parameter.requires_grad
+    ]
+
+
+def _stays_gathered(part: FSDPModule) -> bool:
+    """Return whether a sharded module inside another one stays gathered after its forward pass."""
+    return all(group.post_forward_mesh_info is None for group in part._get_fsdp_state()._fsdp_param_groups)
+
+
+def _flat_gradient(part: FSDPModule, places: Sequence[Place], layout: Layout) -> Tensor:
+    """Return a tensor like the flat gradient of a sharded module, without its memory. Shards are padded to equal lengths."""
+    policy, ranks = part._get_fsdp_state()._mp_policy, layout.num_cells
+    length, dtype = 0, policy.reduce_dtype or policy.param_dtype
+    for parameter in dict.fromkeys(parameter for _, _, parameter in places):
+        assert isinstance(parameter, DTensor)
+        dim = parameter.placements[0].dim  # type: ignore[attr-defined]
+        rows = parameter.shape[dim]
+        length += -(-rows // ranks) * ranks * (parameter.numel() // rows)
+        dtype = dtype or parameter.dtype
+    return torch.zeros((), dtype=dtype, device=layout.device).expand(length)
 
 
 def _own_layers(part: nn.Module) -> Iterator[nn.Module]:

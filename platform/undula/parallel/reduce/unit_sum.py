@@ -5,7 +5,7 @@ gradient, of shape [numel], in place of torch's reduce-scatter, whose order of t
 a slice for each rank, of shape [numel / ranks]. A *leaf* is the sum over the micro-batches of one virtual worker.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import chain
 
 import torch
@@ -13,8 +13,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from undula.errors import UsageError
-from undula.parallel.collectives import as_bytes
+from undula.parallel.collectives import any_rank, as_bytes
 from undula.parallel.layout import Layout
+from undula.parallel.reduce.unit_order import Collective, UnitOrder
 from undula.plan.tree import Fold, combined
 
 
@@ -24,31 +25,39 @@ class UnitSum:
     It has the methods of torch's `ReduceScatter`.
 
     Attributes:
-        forward_passes: Number of forward passes of the unit since the last backward pass; 0 if it is not known.
+        forward_passes: Number of forward passes of the unit since the last backward pass; None if it cannot be counted.
+        stream: Stream on which torch gives flat gradients to this sum; None before the first one, and on a CPU.
 
     Args:
         layout: Layout of the worker group.
         virtual_workers: Number of virtual workers of the plan.
+        flat: Tensor of the length, dtype and device of the flat gradient, which need not have memory.
         sent_as: Dtype to which each leaf and each sum of leaves is rounded, and in which slices are sent; None for their own dtype.
         offloads: Whether torch moves its sum to host memory, where the shards of the parameters are.
     """
 
     def __init__(
-        self, layout: Layout, virtual_workers: int, sent_as: torch.dtype | None = None, offloads: bool = False
+        self,
+        layout: Layout,
+        virtual_workers: int,
+        flat: Tensor,
+        sent_as: torch.dtype | None = None,
+        offloads: bool = False,
     ):
         self._sent_as, self._offloads = sent_as, offloads
         self._all = (0, virtual_workers)
         self._layout = layout
+        self._zero = flat.new_zeros((), dtype=sent_as)
+        self._length = len(flat)
         self._shares = layout.assignment(virtual_workers)
         self._roots = layout.roots(virtual_workers)
-        self.forward_passes = 0
+        self.forward_passes: int | None = 0
+        self.stream: torch.cuda.Stream | None = None
         self.begin_step()
 
     def begin_step(self) -> None:
         self._fold = Fold[Tensor | None](self._all[1], _summed)
         self._leaf: Tensor | None = None
-        self._zeros: Tensor | None = None
-        """Zeros of the shape of what is folded; None if the unit has not run in this step."""
         self._counts = self._is_last = self._is_open = self._has_input = False
 
     def begin_pass(self, counts: bool, is_last: bool) -> None:
@@ -83,6 +92,8 @@ class UnitSum:
         """
         output_tensor.zero_()
         self._require_open()
+        if input_tensor.is_cuda:
+            self.stream = torch.cuda.current_stream(input_tensor.device)
         self._take(input_tensor)
 
     def take_alone(self, flat: Tensor) -> None:
@@ -100,11 +111,10 @@ class UnitSum:
             )
 
     def _take(self, flat: Tensor) -> None:
-        self._zeros = self._zeros_like(flat, len(flat))
         self._add_to_leaf(flat)
 
-    def _zeros_like(self, flat: Tensor, length: int) -> Tensor:
-        return flat.new_zeros((), dtype=self._sent_as).expand(length)
+    def _zeros(self, length: int) -> Tensor:
+        return self._zero.expand(length)
 
     def _rounded(self, leaf: Tensor | None) -> Tensor | None:
         if leaf is None or self._sent_as is None:
@@ -113,6 +123,7 @@ class UnitSum:
         return leaf.to(self._sent_as)
 
     def _add_to_leaf(self, flat: Tensor) -> None:
+        assert len(flat) == self._length
         if self._counts:
             self._leaf = _summed(self._leaf, flat)
 
@@ -123,12 +134,11 @@ class UnitSum:
             self._fold.push(own[place], self._rounded(self._leaf))
         self._leaf = None
 
-    def total(self) -> Tensor | None:
-        """Return this rank's slice of the sum; None if the unit has not run in this step. All ranks must call this."""
-        zeros, roots = self._zeros, [*self._fold.roots.values()]
+    def total(self) -> Tensor:
+        """Return this rank's slice of the sum. All ranks must call this."""
+        roots = [*self._fold.roots.values()]
         self.begin_step()  # frees what has been folded
-        if zeros is None:
-            return None
+        zeros = self._zeros(self._length)
         own = [zeros if root is None else root for root in roots]
         rows = exchanged(own, list(map(len, self._roots)), zeros, self._layout.shards)
         known = dict(zip(chain.from_iterable(self._roots), rows, strict=True))
@@ -139,73 +149,79 @@ class InterleavedUnitSum(UnitSum):
     """Sum of which each rank folds its slice of all leaves. Ranks take the virtual workers in turn, and send slices after each turn.
 
     Beside the flat gradient, a rank holds 1 + log2(virtual workers) slices if a virtual worker has one micro-batch.
+
+    Attributes:
+        order: Order of the ranks' collectives; set before the first step.
+        number: Number of the unit in that order.
+        has_gradient: Function that returns whether the present backward pass has computed a gradient of the unit.
     """
 
+    order: UnitOrder
+    number: int
+    has_gradient: Callable[[], bool]
     _passes_of_unit: int | None = None
-    """Number of times that a backward pass comes to this unit; None before the first one has ended."""
-    _expected: int | None = None
-    """The same for the present backward pass, which comes as often as forward passes have, if these are known."""
-    _is_folded = False
-    """Whether the present backward pass has come so often that the slices are folded."""
+    """Number of times that a backward pass comes to this unit, if forward passes cannot be counted; None before the first one."""
 
     def begin_step(self) -> None:
         super().begin_step()
         self._received: Tensor | None = None
         """Slices of the leaves that are open, of all ranks that have one; shape [leaves, numel / ranks]."""
-        self._place = 0
-        """Number of the ranks' virtual workers whose leaves are ended."""
-        self._passes = 0
-        self._owes: Tensor | None = None
-        """Zeros of the shape of the flat gradient, if the unit has run since the ranks last sent slices of it."""
-        self._has_begun = False
-        """Whether a backward pass of the open leaves has begun."""
-        self._adds = False
-        """Whether the open leaves are sums over several backward passes."""
+        self._place = self._turn = self._passes = 0
+        """Numbers of the ranks' virtual workers whose leaves are ended, now and before the present pass, and of the times that this pass has
+        come here."""
+        self._expected: int | None = None
+        """Number of times that the present backward pass comes here, as often as forward passes have; None if it is not known."""
+        self._is_sent = False
+        """Whether the leaf of this turn has been sent."""
+
+    @property
+    def is_folded(self) -> bool:
+        """Whether the slices of the present turn are folded."""
+        return self._place > self._turn
 
     def begin_pass(self, counts: bool, is_last: bool) -> None:
+        self._turn = self._place
         if self._passes:
             self._passes_of_unit = max(self._passes, self._passes_of_unit or 0)
-        self._expected, self._passes = self.forward_passes or self._passes_of_unit, 0
-        self._is_folded = False
-        self._adds, self._has_begun = self._has_begun, True
+        is_known = self.forward_passes is not None
+        self._expected, self._passes = self.forward_passes if is_known else self._passes_of_unit, 0
+        self._is_sent = False
         super().begin_pass(counts, is_last)
 
     def _take(self, flat: Tensor) -> None:
-        self._zeros = self._zeros_like(flat, len(flat) // self._layout.num_cells)
-        self._owes = self._zeros_like(flat, len(flat))
+        if self._is_sent and not self.has_gradient():
+            return  # torch makes zeros for a unit to which no backward pass comes
         self._add_to_leaf(flat)
         self._passes += 1
-        if not self._is_last:
-            return
-        if self._is_folded:
-            raise UsageError(
-                "a backward pass came to a unit of the sharded model more often than its forward passes or an earlier backward pass; name "
-                "units that run equally often in each batch in sharding.units, or set sharding.stage=1"
-            )
-        is_complete = self._passes == self._expected
-        # Only one of the times that a backward pass comes here has a gradient, but a sum over several passes must be rounded once.
-        if is_complete or not (self._adds and self._sent_as):
-            self._send(self._owes)
-        if is_complete:
-            self._fold_received(self._place)
-            self._is_folded = True
+        if self._is_sent:
+            self.order.come_late(self.number)
+        elif self._is_last and self._passes == self._expected and self.order.reach(Collective("send", self.number)):
+            self.send()
 
-    def _send(self, zeros: Tensor) -> None:
-        """Send each other rank its slice of this rank's leaf, and add the slices that they send to the open leaves."""
-        leaf, self._leaf, self._owes = self._leaf, None, None
+    def send(self) -> None:
+        """Send each other rank its slice of this rank's leaf, and add the slices that they send to the open leaves.
+
+        All ranks must call this, in the last pass of each turn, and again after it for a unit of which a rank was late. Slices are folded
+        as soon as no rank can be late.
+        """
+        leaf, self._leaf = self._leaf, None
+        is_complete = self.order.is_ending or self._passes == self._expected or not self.order.is_open
+        if not is_complete and self._sent_as and leaf is not None:  # a sum over several passes must be rounded once
+            leaf, self._leaf = None, leaf
+            self.order.late.add(self.number)
         counts = [int(self._place < len(share)) for share in self._shares]
-        rounded = self._rounded(leaf)
+        rounded, zeros = self._rounded(leaf), self._zeros(self._length)
         own = [zeros.contiguous() if rounded is None else rounded] if counts[self._layout.cell] else []
         received = torch.stack(exchanged(own, counts, zeros, self._layout.shards))
         _keep_for_stream(leaf)
-        self._received = _summed(self._received, received)
+        self._received, self._is_sent = _summed(self._received, received), True
+        if self.order.is_regular or not any_rank(not is_complete, self._layout.control):
+            self._fold_received(self._place)
 
     def end_leaves(self, place: int) -> None:
         if self._place == place:
-            if self._owes is not None:  # the unit has run, but not in the last pass
-                self._send(self._owes)
             self._fold_received(place)
-        self._has_begun = False
+        self._leaf = None
 
     def _fold_received(self, place: int) -> None:
         here = [share[place] for share in self._shares if place < len(share)]
@@ -215,13 +231,10 @@ class InterleavedUnitSum(UnitSum):
             # A view would keep the slices of all ranks in memory.
             self._fold.push(virtual_worker, None if leaf is None else leaf.clone())
 
-    def total(self) -> Tensor | None:
-        zeros, roots = self._zeros, [*self._fold.roots.values()]
+    def total(self) -> Tensor:
+        (total,) = self._fold.roots.values()
         self.begin_step()
-        if zeros is None:
-            return None
-        (total,) = roots
-        return (zeros if total is None else total) + 0.0
+        return (self._zeros(self._length // self._layout.num_cells) if total is None else total) + 0.0
 
 
 def exchanged(own: Sequence[Tensor], counts: Sequence[int], like: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
