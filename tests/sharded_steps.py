@@ -74,7 +74,7 @@ class Twice(Tied):
 
 
 class Routed(nn.Module):
-    """Model whose batches run other units: a head for each task, experts for tokens, blocks that are skipped, and blocks in another order."""
+    """Model whose batches run other units: a head for each task, experts for tokens, and blocks that are skipped or change places."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,6 +1,7 @@
 """Collectives of torch.distributed over the ranks of a process group."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import TypeAlias
 
@@ -69,25 +70,64 @@ def begun_collectives() -> int:
     return sum(backend._get_sequence_number_for_group() for backend in backends)  # type: ignore[attr-defined]
 
 
-def require_begun_collectives(expected: int, work: str, instead: str) -> None:
-    """Refuse collectives that a script has begun in a batch, where some ranks may have more batches than others.
+class OwnCollectives:
+    """Count of the collectives that the run itself begins while a script works on a batch.
+
+    Attributes:
+        num_begun: Number of them. It never falls.
+    """
+
+    def __init__(self) -> None:
+        self.num_begun = 0
+        self._is_counting = False
+
+    @contextmanager
+    def counted(self) -> Iterator[None]:
+        """Count the collectives that are begun in the block. Blocks can lie within each other."""
+        if self._is_counting:
+            yield
+            return
+        self._is_counting, before = True, begun_collectives()
+        try:
+            yield
+        finally:
+            self.num_begun += begun_collectives() - before
+            self._is_counting = False
+
+
+class ScriptCollectives:
+    """Refuses collectives that a script begins in a batch, where each rank has other samples, and may have more batches than others.
 
     All ranks do this in their first batch with such a collective, for which no rank waits in vain.
 
     Args:
-        expected: Number of collectives that this process has begun if the script has begun none in the batch.
-        work: What the batch belongs to, such as "step 3".
-        instead: What the script should do, for the message.
-
-    Raises:
-        UsageError: The script has begun one.
+        own: Collectives that the run itself begins in batches.
     """
-    if begun_collectives() != expected:
-        raise UsageError(
-            f"the script has begun a collective of torch.distributed in a batch of {work}, such as dist.all_reduce in the model's "
-            "forward pass, but the number of batches differs between workers, and the result would depend on the number of workers; "
-            f"{instead}"
-        )
+
+    def __init__(self, own: Callable[[], int]):
+        self._own = own
+        self.begin_batch()
+
+    def begin_batch(self) -> None:
+        """Begin a batch, from which on the script may begin no collective."""
+        self._before = begun_collectives() - self._own()
+
+    def require_none(self, work: str, instead: str) -> None:
+        """Refuse collectives that the script has begun in the batch.
+
+        Args:
+            work: What the batch belongs to, such as "step 3".
+            instead: What the script should do, for the message.
+
+        Raises:
+            UsageError: The script has begun one.
+        """
+        if begun_collectives() - self._own() != self._before:
+            raise UsageError(
+                f"the script has begun a collective of torch.distributed in a batch of {work}, such as dist.all_reduce in the model's "
+                "forward pass, but the number of workers decides which batches they have, so that the result would depend on it; "
+                f"{instead}"
+            )
 
 
 def as_bytes(tensor: Tensor) -> Tensor:

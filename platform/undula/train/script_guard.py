@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from undula.errors import UsageError
-from undula.parallel.collectives import begun_collectives, require_begun_collectives
+from undula.parallel.collectives import ScriptCollectives
 from undula.parallel.engines.engine import Engine
 from undula.recovery.baseline import Baseline
 from undula.state.pieces import is_sharded_tensor
@@ -38,7 +38,7 @@ class ScriptGuard:
         self._relocated = {id(parameter) for part in recurrent for parameter in part.parameters()}
         self._versions: dict[nn.Parameter, int] = {}
         """Number of changes in place of each parameter that torch had counted at the first batch."""
-        self._begun_collectives = 0
+        self._collectives = ScriptCollectives(lambda: engine.num_begun)
         self._step = 0
         self.moved = (torch.tensor(False, device="cpu"),) * 2
         """Whether parameters changed before the first batch, and whether they changed until the update. They are scalars on the device, so
@@ -67,15 +67,14 @@ class ScriptGuard:
 
     def begin_batch(self) -> None:
         self._gradients.hold(after_backward=False)
-        self._begun_collectives = begun_collectives()
+        self._collectives.begin_batch()
 
     def before_backward(self) -> None:
         self._require_no_collectives()
         self._gradients.release(after_backward=False)
 
     def after_backward(self) -> None:
-        self._require_no_collectives(self._engine.begun_in_backward)
-        self._begun_collectives += self._engine.begun_in_backward
+        self._require_no_collectives()
         self._gradients.hold(after_backward=True)
 
     def keep_gradients(self) -> None:
@@ -125,14 +124,11 @@ class ScriptGuard:
     def close(self) -> None:
         self._optimizers.close()
 
-    def _require_no_collectives(self, own: int = 0) -> None:
-        """Refuse collectives that the script has begun in the current batch, beside `own` ones of the engine."""
-        if not self._engine.capabilities.equal_rounds:  # fully_shard has collectives of its own in each batch
-            require_begun_collectives(
-                self._begun_collectives + own,
-                f"step {self._step}",
-                "compute it from the batch alone, or call run.gather() or step.total() outside of the loop over step.batches()",
-            )
+    def _require_no_collectives(self) -> None:
+        self._collectives.require_none(
+            f"step {self._step}",
+            "compute it from the batch alone, or call run.gather() or step.total() outside of the loop over step.batches()",
+        )
 
 
 def check_loss(loss: object, share: float | None, measures_noise: bool) -> None:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from undula.data.nested import moved
 from undula.errors import UsageError
-from undula.parallel.collectives import any_rank, begun_collectives, require_begun_collectives
+from undula.parallel.collectives import ScriptCollectives, any_rank
 from undula.parallel.random_state import kept_random_state
 from undula.plan.plan import MicroBatch
 from undula.recovery.progress import BETWEEN_STEPS, DATA, SHARDED_VALIDATE, VALIDATE
@@ -171,15 +171,13 @@ class Validation:
     def _run(self, batch: Any) -> dict[str, Any]:
         self._worker.enter(SHARDED_VALIDATE if self._equal_rounds else VALIDATE)
         self._model.baseline.put_back_buffers()
-        device, begun = self._layout.device, begun_collectives()
-        with self._model.engine.evaluation_batch():
-            means = self._means_of(moved(batch, device))
-        if not self._equal_rounds:
-            require_begun_collectives(
-                begun,
-                "a validation",
-                "return the mean over the batch, and the run averages over the samples of all workers",
-            )
+        engine, batch = self._model.engine, moved(batch, self._layout.device)
+        collectives = ScriptCollectives(lambda: engine.num_begun)
+        with engine.evaluation_batch():
+            means = self._means_of(batch)
+        collectives.require_none(
+            "a validation", "return the mean over the batch, and the run averages over the samples of all workers"
+        )
         by_name = means if isinstance(means, Mapping) else {LOSS: means}
         found = {id(value): value for value in by_name.values() if is_metric(value)}
         states = {key: taken(metric) for key, metric in found.items()}  # a metric can have several names

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 
 from undula.data.spec import ValidationSpec
 from undula.errors import UsageError
+from undula.parallel.spec import ShardingSpec
 from undula.train.job import Job
 
 HABITS = {
@@ -96,12 +98,15 @@ def _meet(rank: int, world_size: int, job: Job, first: int) -> dict[str, tuple[i
     }
 
 
-@pytest.mark.parametrize(("world_size", "first"), [(1, 0), (3, 0), (3, 1)])
+@pytest.mark.parametrize(
+    ("world_size", "first", "stage"), [(1, 0, 0), (3, 0, 0), (3, 1, 0), (1, 1, 3), (2, 1, 1), (3, 0, 2), (3, 1, 3)]
+)
 def test_a_collective_in_a_batch_is_refused_on_every_rank_before_any_of_them_waits(
-    tmp_path: Path, world_size: int, first: int
+    tmp_path: Path, world_size: int, first: int, stage: Any
 ) -> None:
     """Three ranks have two, one and one of the four virtual workers; from the second step on, gradients are sent in backward passes."""
-    for rank in on_ranks(world_size, _meet, numbers_job(tmp_path), first, limit_s=60):
+    job = replace(numbers_job(tmp_path), sharding=ShardingSpec(stage))
+    for rank in on_ranks(world_size, _meet, job, first, limit_s=60):
         for habit, (step, message) in rank.items():
             assert step == first, habit
             assert message.startswith(
@@ -179,10 +184,10 @@ def _validates(rank: int, world_size: int, job: Job) -> str:
     return str(caught.value)
 
 
-@pytest.mark.parametrize("world_size", [1, 3])
-def test_a_validation_that_averages_over_ranks_is_refused(tmp_path: Path, world_size: int) -> None:
+@pytest.mark.parametrize(("world_size", "stage"), [(1, 0), (3, 0), (2, 1), (3, 3)])
+def test_a_validation_that_averages_over_ranks_is_refused(tmp_path: Path, world_size: int, stage: Any) -> None:
     """Of three ranks, two have one batch of each round, and one has two. The library averages over the samples of all."""
-    job = numbers_job(tmp_path)
+    job = replace(numbers_job(tmp_path), sharding=ShardingSpec(stage))
     job = replace(job, data=replace(job.data, validation=job.data.train), validation=ValidationSpec(every_steps=1))
     for message in on_ranks(world_size, _validates, job, limit_s=60):
         assert message.startswith("the script has begun a collective of torch.distributed in a batch of a validation")

@@ -65,9 +65,9 @@ class Engine:
         return self._accumulator.ready
 
     @property
-    def begun_in_backward(self) -> int:
-        """Number of collectives of torch.distributed that the last backward pass of the step has begun; 0 before it."""
-        return self._accumulator.num_begun
+    def num_begun(self) -> int:
+        """Number of collectives of torch.distributed that the passes of micro-batches have begun since parameters were last frozen."""
+        return self._accumulator.collectives.num_begun
 
     def place(self, module: nn.Module) -> nn.Module:
         """Move a module to the device, and copy the weights of rank 0 to every rank.

@@ -16,6 +16,7 @@ from undula.errors import UsageError
 from undula.parallel.capabilities import SHARDED
 from undula.parallel.collectives import broadcast_from_rank_0
 from undula.parallel.engines.engine import Engine
+from undula.parallel.fsdp_methods import free_methods, guard_methods
 from undula.parallel.gradient_hooks import ShowGradient
 from undula.parallel.layout import Layout
 from undula.parallel.local_step import on_local_parts
@@ -82,6 +83,7 @@ class ShardedEngine(Engine):
             # Otherwise the places of gradients in the flat one would depend on which parameters a micro-batch uses.
             part.set_reduce_scatter_unused_params(True)
         refuse_local_numbers()
+        guard_methods(_parts(module), lambda: self._is_in_batch)
         self._hooks = [
             module.register_forward_pre_hook(self._before_own_forward, prepend=True),
             module.register_forward_hook(self._after_own_forward, always_call=True),
@@ -118,6 +120,7 @@ class ShardedEngine(Engine):
 
     def close(self) -> None:
         super().close()
+        free_methods(self.module.modules())
         for hook in self._hooks:
             hook.remove()
 
@@ -252,7 +255,7 @@ class ShardedEngine(Engine):
         self._is_in_batch = True
         if self._frees_once:
             for part in _parts(self.module):
-                part.set_reshard_after_backward(is_last, recurse=False)
+                FSDPModule.set_reshard_after_backward(part, is_last, recurse=False)
 
     def backward(self, loss: Tensor, weight: float, micro_batch: MicroBatch, is_last: bool) -> None:
         if is_sharded_tensor(loss):

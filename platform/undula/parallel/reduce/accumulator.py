@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 from torch import Tensor, nn
 
+from undula.parallel.collectives import OwnCollectives
 from undula.parallel.device_clock import Mark
 from undula.parallel.parameters import trainable
 from undula.plan.plan import MicroBatch
@@ -26,8 +27,8 @@ class Accumulator:
         self.parameters = trainable(module)
         self.ready: Mark | None = None
         """Time at which the backward pass of the step's last micro-batch began its latest collective; None if it has begun none."""
-        self.num_begun = 0
-        """Number of collectives of torch.distributed that the backward pass of the step's last micro-batch has begun."""
+        self.collectives = OwnCollectives()
+        """Collectives of torch.distributed that the passes of micro-batches have begun."""
 
     def open(self, work: Sequence[MicroBatch]) -> None:
         """Begin a step in which this rank runs some micro-batches. The last step may not have been finished."""

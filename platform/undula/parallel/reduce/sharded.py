@@ -1,7 +1,7 @@
 """Collectives of a sharded model: units are gathered in one order on all ranks, and gradients are added up along the tree of the plan."""
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 from types import MethodType
 
@@ -9,21 +9,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
 from undula.errors import UsageError
 from undula.parallel.gradient_hooks import ShowGradient
 from undula.parallel.layout import Layout
 from undula.parallel.reduce.accumulator import Accumulator
+from undula.parallel.reduce.unit import Unit, flat_gradient, places_of, stays_gathered
 from undula.parallel.reduce.unit_order import Collective, Pass, UnitOrder
 from undula.parallel.reduce.unit_sum import InterleavedUnitSum, UnitSum
 from undula.plan.plan import MicroBatch
 from undula.state.pieces import shard_with
 
-Place = tuple[nn.Module, str, nn.Parameter]
-"""Layer, name in the layer, and sharded parameter, in whose place the layer has a whole one while it is gathered."""
-_all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # torch 2.13 has given it another name
 PROBLEM_OF_SHARDS = (
     "the loss of a batch is computed from shards of parameters, whose gradients torch's fully_shard does not reduce; compute such a term "
     "in forward() of the module that has the parameters, give the optimizer a weight_decay, or set sharding.stage=0"
@@ -33,47 +30,6 @@ PROBLEM_OF_METHODS = (
     "a unit of the sharded model was only run by a method other than forward(), for example one of register_fsdp_forward_method(), so that "
     "it is not known which of its parameters have a gradient; call the module itself in the batch, or set sharding.stage=0"
 )
-
-
-@dataclass
-class Unit:
-    """Module that `fully_shard` gathers at once, and the sum of its gradients. It has the methods of torch's `AllGather`."""
-
-    name: str
-    module: FSDPModule
-    places: Sequence[Place]
-    """Parameters of the unit that require a gradient."""
-    stays: bool
-    """Whether the unit stays gathered from its forward pass to its backward pass."""
-    sum: UnitSum
-    reach: Callable[[], object]
-    """Function that takes part in the collectives that come before a gathering of this unit."""
-    num_gathered: int = 0
-    """Number of times that this rank has gathered the unit."""
-    views: dict[nn.Parameter, Callable[[Tensor], Tensor]] = field(default_factory=dict)
-    """Functions that return the gradient of a parameter's shard as a view of a slice of the flat gradient."""
-    is_watched: bool = False
-    """Whether a forward pass has shown which parameters are gathered. Only then is it known which of them get a gradient."""
-
-    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        return torch.empty(*size, dtype=dtype, device=device)
-
-    def __call__(
-        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
-    ) -> dist.Work | None:
-        """Gather the parameters of the unit, when the other ranks do."""
-        self.reach()
-        self.num_gathered += 1
-        return _all_gather(output_tensor, input_tensor, group=group, async_op=async_op)  # type: ignore[no-any-return]
-
-    def find_views(self) -> None:
-        """Find out, after a backward pass, where torch has the gradient of each parameter in the slice."""
-        if len(self.views) < len(self.places):
-            for _, _, parameter in self.places:
-                if isinstance(parameter.grad, DTensor):
-                    shard = parameter.grad.to_local()
-                    place = (shard.shape, shard.stride(), int(shard.storage_offset()))
-                    self.views[parameter] = partial(_view, place=place)
 
 
 class ShardedAccumulator(Accumulator):
@@ -111,8 +67,8 @@ class ShardedAccumulator(Accumulator):
         self._all = list(module.parameters())
         """All sharded parameters. Torch can set zeros as the gradient also of one that no longer requires a gradient."""
         parts = [(name, part) for name, part in module.named_modules() if isinstance(part, FSDPModule)]
-        stays = [place == 0 or _stays_gathered(part) for place, (_, part) in enumerate(parts)]
-        trainable = [_places_of(part) for _, part in parts]
+        stays = [place == 0 or stays_gathered(part) for place, (_, part) in enumerate(parts)]
+        trainable = [places_of(part) for _, part in parts]
         self.order = UnitOrder([*map(bool, trainable)], stays, self._join_in, layout.control)
         """Order of the ranks' collectives."""
         make_sum = partial(
@@ -128,8 +84,9 @@ class ShardedAccumulator(Accumulator):
                 part,
                 places,
                 stay,
-                make_sum(flat=_flat_gradient(part, places, layout)),
+                make_sum(flat=flat_gradient(part, places, layout)),
                 partial(self.order.reach, Collective("gather", number)),
+                self.collectives,
             )
             for number, ((name, part), places, stay) in enumerate(zip(parts, trainable, stays, strict=True))
         ]
@@ -143,13 +100,13 @@ class ShardedAccumulator(Accumulator):
         self._whole: dict[Tensor, tuple[nn.Parameter, int]] = {}
         """Sharded parameter of each whole one, and the number of changes that torch has counted of the whole one."""
         for number, unit in enumerate(self._units):
-            unit.module.set_custom_reduce_scatter(unit.sum)  # type: ignore[arg-type]
+            FSDPModule.set_custom_reduce_scatter(unit.module, unit.sum)  # type: ignore[arg-type]
             if layout.num_cells == 1:
-                unit.module.set_all_reduce_hook(unit.sum.take_alone)
+                FSDPModule.set_all_reduce_hook(unit.module, unit.sum.take_alone)
             else:
-                unit.module.set_custom_all_gather(unit)  # type: ignore[arg-type]
+                FSDPModule.set_custom_all_gather(unit.module, unit)  # type: ignore[arg-type]
             if isinstance(unit.sum, InterleavedUnitSum):
-                unit.sum.order, unit.sum.number = self.order, number
+                unit.sum.order, unit.sum.number, unit.sum.collectives = self.order, number, self.collectives
                 unit.sum.has_gradient = partial(self._has_gradient, unit)
             assert isinstance(unit.module, nn.Module)
             self._hooks.append(unit.module.register_forward_pre_hook(partial(self._before_forward, number)))
@@ -180,7 +137,8 @@ class ShardedAccumulator(Accumulator):
     def end_forward(self, then: Pass | None = None) -> None:
         """End forward passes, in which each rank may have used other units. `then` is the kind of backward pass that follows."""
         if self.order.is_open:
-            self.order.end(then)
+            with self.collectives.counted():
+                self.order.end(then)
             self._is_gathered = self._stays
 
     def before_forward(self) -> None:
@@ -204,8 +162,9 @@ class ShardedAccumulator(Accumulator):
     def after_backward(self) -> None:
         """Replace the gradients that torch has left, which count for nothing. A change by the script of those in their place is noticed."""
         if self.order.is_open:
-            self.order.end()
-            self._send_late()
+            with self.collectives.counted():
+                self.order.end()
+                self._send_late()
         self._counts = self._present_pass.is_open = False
         self._require_unchanged()
         for unit in self._units:
@@ -244,7 +203,7 @@ class ShardedAccumulator(Accumulator):
         """Free all gathered parameters. All ranks must call this."""
         self._is_gathered = False
         for unit in self._units:
-            unit.module.reshard()
+            FSDPModule.reshard(unit.module)
 
     def finish(self, samples: int) -> None:
         self._end_leaves(max(map(len, self._shares)))
@@ -270,10 +229,10 @@ class ShardedAccumulator(Accumulator):
         begun = unit.num_gathered
         unit.module.unshard()
         if unit.num_gathered == begun:  # it is gathered here, but not on the rank that needs it
-            unit.module.reshard()
+            FSDPModule.reshard(unit.module)
             unit.module.unshard()
         elif not unit.stays or self._present_pass.is_open:
-            unit.module.reshard()
+            FSDPModule.reshard(unit.module)
 
     def _send(self, unit: Unit) -> None:
         """Send the gradient of a unit outside of its own backward pass, on the stream of all other gradients."""
@@ -380,43 +339,3 @@ def _pass_of(is_sending: bool, is_last: bool) -> Pass:
     if is_sending:
         return "last sending" if is_last else "sending"
     return "last backward" if is_last else "backward"
-
-
-def _places_of(part: FSDPModule) -> list[Place]:
-    """Return the trainable parameters of a sharded module, without those of sharded modules inside it."""
-    assert isinstance(part, nn.Module)
-    return [
-        (layer, name, parameter)
-        for layer in _own_layers(part)
-        for name, parameter in layer._parameters.items()
-        if parameter is not None and parameter.requires_grad
-    ]
-
-
-def _stays_gathered(part: FSDPModule) -> bool:
-    """Return whether a sharded module inside another one stays gathered after its forward pass."""
-    return all(group.post_forward_mesh_info is None for group in part._get_fsdp_state()._fsdp_param_groups)
-
-
-def _flat_gradient(part: FSDPModule, places: Sequence[Place], layout: Layout) -> Tensor:
-    """Return a tensor like the flat gradient of a sharded module, without its memory. Shards are padded to equal lengths."""
-    policy, ranks = part._get_fsdp_state()._mp_policy, layout.num_cells
-    length, dtype = 0, policy.reduce_dtype or policy.param_dtype
-    for parameter in dict.fromkeys(parameter for _, _, parameter in places):
-        assert isinstance(parameter, DTensor)
-        dim = parameter.placements[0].dim  # type: ignore[attr-defined]
-        rows = parameter.shape[dim]
-        length += -(-rows // ranks) * ranks * (parameter.numel() // rows)
-        dtype = dtype or parameter.dtype
-    return torch.zeros((), dtype=dtype, device=layout.device).expand(length)
-
-
-def _own_layers(part: nn.Module) -> Iterator[nn.Module]:
-    yield part
-    for child in part.children():
-        if not isinstance(child, FSDPModule):
-            yield from _own_layers(child)
-
-
-def _view(flat: Tensor, place: tuple[Sequence[int], Sequence[int], int]) -> Tensor:
-    return flat.as_strided(*place)

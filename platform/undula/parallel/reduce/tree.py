@@ -16,7 +16,6 @@ import torch
 from torch import Tensor, nn
 
 from undula.errors import UsageError
-from undula.parallel.collectives import begun_collectives
 from undula.parallel.device_clock import mark_on
 from undula.parallel.layout import Layout
 from undula.parallel.parameters import sparse_parameters
@@ -81,7 +80,7 @@ class TreeAccumulator(Accumulator):
             hook.remove()
 
     def open(self, work: Sequence[MicroBatch]) -> None:
-        self.num_begun, self.ready = 0, None
+        self.ready = None
         self._is_last = False
         self._virtual_worker: int | None = None
         """Virtual worker whose leaf is open."""
@@ -132,9 +131,8 @@ class TreeAccumulator(Accumulator):
         bucket.ready.add(index)
         # All ranks send the buckets in the same order, because their messages must match.
         while self._overlaps and self._num_sent < len(self._buckets) and self._buckets[self._num_sent].is_complete:
-            before = begun_collectives()
-            self._send(self._buckets[self._num_sent])
-            self.num_begun += begun_collectives() - before
+            with self.collectives.counted():
+                self._send(self._buckets[self._num_sent])
             self.ready = mark_on(parameter.device)
 
     def _send(self, bucket: Bucket) -> None:

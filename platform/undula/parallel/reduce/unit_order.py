@@ -1,8 +1,8 @@
 """Order in which ranks gather the units of a sharded model and send their gradients, whichever units the batch of each rank uses.
 
-Torch's `fully_shard` gathers a unit when a pass comes to it. The collectives have no names: if the batch of one rank skips a unit, such as an
-expert or the head of another task, its next collective would pair up with that of the skipped unit on the other ranks. Here, all ranks go
-through one list of collectives in each pass. A rank takes part in those that its batch does not need, and at the end of a pass in those
+Torch's `fully_shard` gathers a unit when a pass comes to it. The collectives have no names: if the batch of one rank skips a unit, such as
+an expert or the head of another task, its next collective would pair up with that of the skipped unit on the other ranks. Here, all ranks
+go through one list of collectives in each pass. A rank takes part in those that its batch does not need, and at the end of a pass in those
 that are left. A collective that is not in the rest of the list makes all ranks go through all units once more. If that happens, or if a
 gradient was ready later than the list said, the ranks make a better list of what each of them did.
 """
@@ -27,8 +27,8 @@ class Collective(NamedTuple):
 
 
 Pass = Literal["forward", "evaluation", "backward", "last backward", "sending", "last sending"]
-"""Kind of a pass: forward passes of a micro-batch, forward passes that no backward pass follows, or backward passes. These may be the last ones
-of a rank in a step, after which units are freed, and may send gradients."""
+"""Kind of a pass: forward passes of a micro-batch, forward passes that no backward pass follows, or backward passes. These may be the last
+ones of a step, after which units are freed, and may send gradients."""
 
 
 SENDING: tuple[Pass, ...] = ("sending", "last sending")
@@ -163,8 +163,8 @@ class UnitOrder:
         """Go through the rest of the list, and agree on whether any rank needs a further one.
 
         Returns:
-            Whether any rank needs a further list, has come to other units than expected, and needs better lists; the largest checksum of the
-            calls, and the largest complement of one; whether any rank is late with each unit.
+            Whether any rank needs a further list, has come to other units than expected, and needs better lists; the largest checksum of
+            the calls, and the largest complement of one; whether any rank is late with each unit.
         """
         assert self._pass is not None
         self._join_until(len(self._list))

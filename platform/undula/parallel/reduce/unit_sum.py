@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from undula.errors import UsageError
-from undula.parallel.collectives import any_rank, as_bytes
+from undula.parallel.collectives import OwnCollectives, any_rank, as_bytes
 from undula.parallel.layout import Layout
 from undula.parallel.reduce.unit_order import Collective, UnitOrder
 from undula.plan.tree import Fold, combined
@@ -153,11 +153,13 @@ class InterleavedUnitSum(UnitSum):
     Attributes:
         order: Order of the ranks' collectives; set before the first step.
         number: Number of the unit in that order.
+        collectives: Count of the run's own collectives.
         has_gradient: Function that returns whether the present backward pass has computed a gradient of the unit.
     """
 
     order: UnitOrder
     number: int
+    collectives: OwnCollectives
     has_gradient: Callable[[], bool]
     _passes_of_unit: int | None = None
     """Number of times that a backward pass comes to this unit, if forward passes cannot be counted; None before the first one."""
@@ -167,8 +169,8 @@ class InterleavedUnitSum(UnitSum):
         self._received: Tensor | None = None
         """Slices of the leaves that are open, of all ranks that have one; shape [leaves, numel / ranks]."""
         self._place = self._turn = self._passes = 0
-        """Numbers of the ranks' virtual workers whose leaves are ended, now and before the present pass, and of the times that this pass has
-        come here."""
+        """Numbers of the ranks' virtual workers whose leaves are ended, now and before the present pass, and of the times that this pass
+        has come here."""
         self._expected: int | None = None
         """Number of times that the present backward pass comes here, as often as forward passes have; None if it is not known."""
         self._is_sent = False
@@ -195,8 +197,10 @@ class InterleavedUnitSum(UnitSum):
         self._passes += 1
         if self._is_sent:
             self.order.come_late(self.number)
-        elif self._is_last and self._passes == self._expected and self.order.reach(Collective("send", self.number)):
-            self.send()
+        elif self._is_last and self._passes == self._expected:
+            with self.collectives.counted():
+                if self.order.reach(Collective("send", self.number)):
+                    self.send()
 
     def send(self) -> None:
         """Send each other rank its slice of this rank's leaf, and add the slices that they send to the open leaves.
