@@ -1,23 +1,28 @@
-"""Numbers of sharded tensors that would differ between workers without a word: those of a worker's own part, and random ones."""
+"""Numbers of sharded tensors that would differ between numbers of workers: norms, numbers of a worker's own part, and random ones."""
 
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
 import torch
-from torch.distributed.tensor import DTensor
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Replicate
 
 from undula.errors import UsageError
 
 
 def refuse_local_numbers() -> None:
-    """Refuse, from now on in this process, what torch computes of a worker's shard alone.
+    """Refuse, from now on in this process, what torch computes of a worker's shard alone, and compute norms of the whole tensors.
 
     A sum over a sharded tensor is one of the worker's part until something needs the whole, for which `item()` does not ask. Random numbers
-    of the shape of a sharded tensor are drawn for each shard by a generator of the same state.
+    of the shape of a sharded tensor are drawn for each shard by a generator of the same state. Norms of shards, which
+    `torch.nn.utils.clip_grad_norm_` takes, are put together in an order that depends on the number of workers.
     """
     dispatcher: Any = DTensor._op_dispatcher
     handlers = dispatcher._custom_op_handlers
     handlers[torch.ops.aten._local_scalar_dense.default] = _number
     handlers |= dict.fromkeys(dispatcher._random_ops, _random)
+    handlers[torch.ops.aten.linalg_vector_norm.default] = _norm
+    handlers[torch.ops.aten._foreach_norm.Scalar] = _norms
 
 
 def _number(operation: object, arguments: tuple[Any, ...], keywords: object) -> float:
@@ -28,6 +33,23 @@ def _number(operation: object, arguments: tuple[Any, ...], keywords: object) -> 
             "on it first, on all workers"
         )
     return tensor.to_local().item()  # type: ignore[no-any-return]
+
+
+def _norm(operation: Callable[..., Tensor], arguments: Sequence[Any], keywords: Mapping[str, Any]) -> Tensor:
+    """Return a norm with the bits that it has for a whole tensor. All ranks must call this."""
+    tensor, *rest = arguments
+    norm = operation(tensor.full_tensor(), *rest, **keywords)
+    return DTensor.from_local(norm, tensor.device_mesh, [Replicate()] * tensor.device_mesh.ndim, run_check=False)
+
+
+def _norms(
+    operation: Callable[..., Sequence[Tensor]], arguments: Sequence[Any], keywords: Mapping[str, Any]
+) -> list[Tensor]:
+    """Return norms of several tensors, of which one after another is whole."""
+    tensors, *rest = arguments
+    return [
+        _norm(lambda whole, *of, **by: operation([whole], *of, **by)[0], [each, *rest], keywords) for each in tensors
+    ]
 
 
 def _random(operation: object, arguments: object, keywords: object) -> NoReturn:

@@ -1,4 +1,4 @@
-"""Table of what torch's `fully_shard` lets a script switch: right at any number of ranks, or refused."""
+"""Table of what torch's `fully_shard` lets a script switch, and norms of shards: right at any number of ranks, or refused."""
 
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -109,3 +109,25 @@ def _unsharded(rank: int, world_size: int) -> list[Any]:
 def test_what_a_script_has_set_before_the_run_does_not_decide_its_gradients() -> None:
     (expected,) = on_ranks(1, _unsharded)
     assert on_ranks(2, _set_before) == [expected] * 2
+
+
+def _clipped(rank: int, world_size: int, stage: int) -> list[Any]:
+    """Return norms that the script takes of the gradient, and the weights after it has clipped them, by kind of norm."""
+    found = []
+    for norm_type, foreach in ((2.0, None), (2.0, False), (1.0, True), (float("inf"), None)):
+        engine = placed(rank, world_size, 4, ShardingSpec(stage))  # type: ignore[arg-type]
+        engine.prepare(engine.module, torch.optim.SGD(engine.module.parameters(), lr=0.1))
+        for step in range(2):
+            run_step(engine, plan_of(4), step)
+            norm = nn.utils.clip_grad_norm_(engine.module.parameters(), 0.05, norm_type, foreach=foreach)
+            engine.step()
+            found.append((norm.item(), [parameter.norm().item() for parameter in engine.parameters]))
+        found.append([*map(whole, engine.parameters)])
+        engine.close()
+    return found
+
+
+@pytest.mark.parametrize(("world_size", "stage"), [(1, 3), (2, 3), (3, 1)])
+def test_clipping_by_hand_has_the_bits_of_the_whole_model(world_size: int, stage: int) -> None:
+    (expected,) = on_ranks(1, _clipped, 0)
+    assert on_ranks(world_size, _clipped, stage) == [expected] * world_size
