@@ -93,15 +93,18 @@ class JobWorker:
                 assert run is not None
                 run.hand_over()
                 worker.progress.enter(LEFT)
-            except Exception as error:
+            except Exception as raised:
+                error = raised
+                if worker.deadlock and is_of_collective(raised):
+                    error = UsageError(worker.deadlock)
                 worker.is_sound = is_of_collective(error) or isinstance(error, StorageError)
                 keep_traceback(error)
                 if run is not None:
                     with suppress(Exception):  # the state cannot be copied from a GPU that has failed
                         run.hand_over()
                 worker.failure = error
-                traceback.clear_frames(error.__traceback__)  # the script's variables also keep the model in memory
-                raise
+                traceback.clear_frames(raised.__traceback__)  # the script's variables also keep the model in memory
+                raise error from None
             finally:
                 if run is not None:
                     run.free()

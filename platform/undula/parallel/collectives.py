@@ -65,9 +65,17 @@ def broadcast_from_rank_0(tensors: Iterable[Tensor], group: dist.ProcessGroup) -
 
 def begun_collectives() -> int:
     """Return the number of collectives that this process has begun, beside those of checkpoints. This takes microseconds."""
+    return sum(begun_by_group().values())
+
+
+def begun_by_group() -> dict[str, int]:
+    """Return the number of collectives that this process has begun in each process group, by name, beside those of checkpoints."""
     groups = [group for group in dist.distributed_c10d._world.pg_map if group.group_desc != SAVING]
-    backends = {group._get_backend(device) for group in groups for device in group._device_types}
-    return sum(backend._get_sequence_number_for_group() for backend in backends)  # type: ignore[attr-defined]
+    backends = {group.group_name: {group._get_backend(device) for device in group._device_types} for group in groups}
+    return {
+        name: sum(backend._get_sequence_number_for_group() for backend in of_group)  # type: ignore[attr-defined]
+        for name, of_group in backends.items()
+    }
 
 
 class OwnCollectives:

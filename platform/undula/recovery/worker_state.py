@@ -110,6 +110,8 @@ class WorkerState:
     """Whether this process cannot join another group."""
     failure: BaseException | None = None
     """Exception that the train function of the last group raised, set before that group's collectives are shut down."""
+    deadlock: str | None = None
+    """Sentence about a deadlock that the script has made, because of which the controller has aborted the group's collectives."""
     has_ended: bool = False
     """Whether the group has ended. Its train function may still be running in this process."""
     kept: dict[str, Any] = field(default_factory=dict)
@@ -121,7 +123,7 @@ class WorkerState:
         """Reset the data of a single group. Called before each train function."""
         self.progress = Progress()
         self.is_run = self.is_sound = self.has_ended = False
-        self.failure = None
+        self.failure = self.deadlock = None
         self.request = Request()
 
     def keep(self, name: str, make: Callable[[], Kept], close: Callable[[Kept], None] | None = None) -> Kept:

@@ -35,10 +35,15 @@ def kept_traceback(error: BaseException) -> str | None:
     return getattr(error, _ATTRIBUTE, None)
 
 
+def is_of_user(file: str) -> bool:
+    """Return whether a file of Python is the user's: none of an installed package, of this one, or of Python itself."""
+    return not _NOT_OF_USER.search(file)
+
+
 def place_in_script(story: str) -> str:
     """Return the last line of the user's code in a traceback, such as `train.py:12`; empty if there is none."""
     frames = re.findall(r'File "([^"]+)", line (\d+)', story)
-    own = [place for place in frames if not _NOT_OF_USER.search(place[0])]
+    own = [place for place in frames if is_of_user(place[0])]
     return f"{own[-1][0].rpartition('/')[2]}:{own[-1][1]}" if own else ""
 
 

@@ -23,8 +23,10 @@ from ray.train.v2._internal.execution.worker_group.worker import ActorMetadata, 
 from ray.train.v2._internal.util import ObjectRefWrapper
 
 from undula.data.script.pickling import dumps
+from undula.elastic.pure.deadlock import CollectiveWait
 from undula.elastic.ray.gpus import refuse_unseen_gpus, reserved_device
 from undula.elastic.sockets import cut_connections, cut_sockets, listening_ports
+from undula.elastic.waits import present_wait
 from undula.errors import ClusterError
 from undula.recovery.leavers import Common
 from undula.recovery.offers import Answer
@@ -67,8 +69,12 @@ class ElasticStatus(WorkerStatus):
     """Resident memory of the process in bytes."""
     shares_state: bool = False
     """Whether the ranks hold different parts of the state."""
+    wait: CollectiveWait | None = None
+    """Collective in which the rank has waited for some seconds."""
 
 
+WATCHED_S = 3.0
+"""Seconds without progress from which on a worker looks for the collective in which it waits."""
 Departure: TypeAlias = Literal["left", "busy", "unusable"]
 """Result of leaving a group: the process can join another group, its train function still makes progress, or it cannot be used again."""
 _state: WorkerState | None = None
@@ -179,6 +185,9 @@ class ElasticWorker(RayTrainWorker):
             return status
         status.progress = self._state.progress.view()
         status.resident_bytes, status.shares_state = resident_memory(), self._state.shares_state
+        if status.progress.phase.may_wait and status.progress.phase_s > WATCHED_S:
+            thread = get_train_context().execution_context.training_thread_runner._thread
+            status.wait = present_wait(thread.ident if thread else None)
         status.has_left = status.progress.phase == LEFT and not status.running and status.error is None
         if status.has_left:
             status.running = True  # otherwise the controller would consider the run finished
@@ -191,8 +200,13 @@ class ElasticWorker(RayTrainWorker):
         """Set the request that the rank carries out at its next step boundary."""
         self._state.request = request
 
-    def break_collectives(self) -> None:
-        """Abort the rank's collectives, so that threads that wait in them raise an exception."""
+    def break_collectives(self, deadlock: str | None = None) -> None:
+        """Abort the rank's collectives, so that threads that wait in them raise an exception.
+
+        Args:
+            deadlock: Message of the exception if the script is at fault; None if the ranks are to form another group.
+        """
+        self._state.deadlock = deadlock
         abort_collectives(self._state)
 
     def ping(self) -> None:

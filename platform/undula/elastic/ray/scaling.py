@@ -1,6 +1,7 @@
 """Scaling policy of Ray Train's controller. It applies `undula.elastic.pure.policy` to the state of the worker pool."""
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import PurePath
 from typing import TypeGuard
@@ -16,6 +17,7 @@ from ray.train.v2._internal.execution.worker_group import WorkerGroupPollStatus,
 from ray.train.v2.api.config import ScalingConfig
 from ray.train.v2.api.preemption import PreemptionInfo
 
+from undula.elastic.pure.deadlock import DEADLOCK_S, CollectiveWait, deadlock
 from undula.elastic.pure.policy import (
     LEAVE_S,
     Decision,
@@ -64,6 +66,10 @@ class GroupView:
     """Newest progress of each rank."""
     leaving: Decision | None = None
     """Decision because of which the group was asked to end; None if it was not asked to end."""
+    waits: tuple[CollectiveWait | None, ...] = ()
+    """Collectives in which the ranks wait."""
+    waits_since: float = 0.0
+    """Time on the monotonic clock since which the ranks have waited in them."""
     broken_at: float | None = None
     """Time on the monotonic clock at which the collectives were aborted to break a deadlock of all ranks; None without a deadlock."""
 
@@ -195,6 +201,7 @@ class PoolPolicy(ScalingPolicy):
         self._has_run = True
         statuses = elastic_statuses(worker_group_status)
         self._update_measurements(statuses)
+        self._end_deadlock(worker_group_state, [status.wait for status in statuses])
         if self._is_stuck(worker_group_state):
             return self._resize(len(statuses))
         self._report_notices(worker_group_state)
@@ -272,6 +279,17 @@ class PoolPolicy(ScalingPolicy):
             self.pool.fleet.size = max(len(statuses), self.scaling_config.min_workers)
         if self._group.is_stepping(len(statuses)):
             self.pool.fleet.pace.observe(max(rank.step for rank in ranks), len(statuses), time.time())
+
+    def _end_deadlock(self, state: WorkerGroupState, waits: Sequence[CollectiveWait | None]) -> None:
+        """End the run if the script has made its ranks wait for each other in different collectives, which the next group would do again."""
+        group, now = self._group, time.monotonic()
+        if (found := tuple(waits)) != group.waits:
+            group.waits, group.waits_since = found, now
+        if now - group.waits_since > DEADLOCK_S and group.broken_at is None and (problem := deadlock(found)):
+            group.broken_at = now
+            assert isinstance(state, PooledState)
+            for worker in state.workers:
+                worker.actor.break_collectives.remote(problem)
 
     def _is_stuck(self, state: WorkerGroupState) -> bool:
         """End the processes of ranks that make no progress. Return True if all ranks wait for each other and could not be released."""

@@ -1,0 +1,100 @@
+"""Tests of deadlocks that a script makes: they are told apart from slow collectives, and named by call, line and rank."""
+
+import pickle
+import threading
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from numbers_job import begin, cpu_run, network, numbers_job
+from ranks import on_ranks
+from waiting import wait_until
+
+from undula.elastic.pure.deadlock import CollectiveWait, deadlock
+from undula.elastic.sockets import cut_connections, listening_ports
+from undula.elastic.waits import present_wait
+from undula.parallel.spec import ShardingSpec
+from undula.train.job import Job
+
+
+def wait(operation: str, **begun: int) -> CollectiveWait:
+    return CollectiveWait(operation, f"{operation}()", "train.py:7", begun)
+
+
+@pytest.mark.parametrize(
+    ("waits", "is_deadlock"),
+    [
+        ([wait("barrier", a=3), wait("all_reduce", a=3)], True),
+        ([wait("barrier", a=3, b=1), wait("barrier", a=4, b=0)], True),
+        ([wait("all_reduce", a=3), wait("all_reduce", a=3), wait("gather", a=3)], True),
+        ([wait("all_reduce", a=3), wait("all_reduce", a=3)], False),  # slow, and may end
+        ([wait("all_reduce", a=3), wait("all_gather", a=4)], False),  # one rank has what the other still receives
+        ([wait("barrier", a=3), None], False),  # the other rank still works
+        ([wait("barrier", a=3)], False),
+    ],
+)
+def test_ranks_wait_for_each_other_only_where_no_collective_can_end(waits: list[Any], is_deadlock: bool) -> None:
+    assert (deadlock(waits) is not None) == is_deadlock
+
+
+def test_the_message_names_ranks_by_call_and_line_and_few_of_them() -> None:
+    waits = [wait("barrier", a=1), *[CollectiveWait("all_reduce", "update()", "train.py:9", {"a": 1})] * 6]
+    assert (deadlock(waits) or "").startswith(
+        "the workers wait for each other in different collectives: rank 0 in barrier() at train.py:7, ranks 1, 2, 3, 4, ... in update() at "
+        "train.py:9; all workers must"
+    )
+
+
+HABITS = {
+    "barrier()": "dist.barrier()",
+    "full_tensor()": "next(model.parameters()).full_tensor()",
+    "a forward pass": "model(torch.ones(2, 1))",
+    "gather_object()": "dist.gather_object(1, [None, None])",
+    "gather()": "run.gather(1)",
+}
+"""What a script does on rank 0 alone, by the name of the call."""
+SCRIPT = """
+import torch
+import torch.distributed as dist
+
+def train(run, model):
+    for step in run.steps():
+        for batch in step.batches():
+            step.backward(model(batch["x"][:, None] / 48).square().mean())
+        if run.rank == 0 and step.index == 1:
+            HABIT
+        step.update()
+"""
+
+
+def _stuck(rank: int, world_size: int, job: Job, habit: str, folder: Path) -> str:
+    """Return the message about the ranks, whose training threads wait for ever."""
+    run, script = cpu_run(job, rank, world_size), dict[str, Any]()
+    exec(compile(SCRIPT.replace("HABIT", HABITS[habit]), "/home/me/train.py", "exec"), script)
+    thread = threading.Thread(target=script["train"], args=(run, begin(run, network())), daemon=True)
+    thread.start()
+    messages: list[str | None] = []
+
+    def is_stuck() -> bool:
+        """Return whether the ranks have been in one deadlock for a while, of which each writes where it waits."""
+        new = folder / f"{rank}-new"
+        new.write_bytes(pickle.dumps(present_wait(thread.ident)))
+        new.rename(folder / str(rank))
+        paths = [folder / str(each) for each in range(world_size)]
+        messages.append(deadlock([pickle.loads(each.read_bytes()) if each.exists() else None for each in paths]))
+        return len(messages) > 20 and len(set(messages[-20:])) == 1 and messages[-1] is not None
+
+    wait_until(is_stuck, limit_s=120, interval_s=0.05)
+    (folder / f"{rank}-ended").touch()
+    wait_until(lambda: all((folder / f"{each}-ended").exists() for each in range(world_size)))
+    cut_connections(listening_ports())
+    thread.join()
+    return str(messages[-1])
+
+
+@pytest.mark.parametrize("habit", HABITS)
+def test_a_collective_on_one_rank_alone_is_named_with_its_line(tmp_path: Path, habit: str) -> None:
+    job = replace(numbers_job(tmp_path), sharding=ShardingSpec(3))
+    for message in on_ranks(2, _stuck, job, habit, tmp_path):
+        assert f": rank 0 in {habit} at train.py:10, rank 1 in update() at train.py:11; all workers must" in message
