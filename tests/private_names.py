@@ -23,6 +23,7 @@ ALLOWED: Mapping[str, Mapping[str, str]] = {
     "python 3.11": {
         "_inheriting": "train.script_call",
         "atexit._run_exitfuncs": "cluster.forking.programs",
+        "sys._current_frames": "elastic.waits",
         "threading._shutdown": "cluster.forking.programs",
     },
     "pytorch-lightning 2.6": {
@@ -94,6 +95,7 @@ ALLOWED: Mapping[str, Mapping[str, str]] = {
         "torch.ops.aten._scaled_dot_product_flash_attention_backward": "train.dry_run.storages",
         "torch.ops.aten._scaled_dot_product_flash_attention_for_cpu": "train.dry_run.storages",
         "torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward": "train.dry_run.storages",
+        "torch.ops.aten._foreach_norm": "parallel.sharded_numbers",
         "torch.ops.aten._local_scalar_dense": "parallel.sharded_numbers train.dry_run.storages",
         "torch.utils._python_dispatch": "parallel.selective train.dry_run.count train.dry_run.fakes train.dry_run.storages",
         "torch.utils._pytree": "adapters.gathered adapters.lightning.fit adapters.transformers.trainer parallel.precision "

@@ -5,6 +5,7 @@ import traceback
 from types import FrameType
 
 import torch.distributed as dist
+from torch import nn
 
 from undula.elastic.pure.deadlock import CollectiveWait
 from undula.parallel.collectives import begun_by_group
@@ -35,6 +36,6 @@ def present_wait(thread: int | None) -> CollectiveWait | None:
 def _call(frames: list[FrameType]) -> str:
     """Return the name of the call with which the script began the innermost frames, which come first."""
     names = [frame.f_code.co_name for frame in reversed(frames)]
-    if names[0] == "_wrapped_call_impl":
+    if isinstance(frames[-1].f_locals.get("self"), nn.Module):
         return "a forward pass"
-    return next(f"{name}()" for name in names if name not in ("wrapper", "_fn") and not name.startswith("_"))
+    return next(f"{name}()" for name in names if name != "wrapper" and not name.startswith("_"))

@@ -41,8 +41,8 @@ def deadlock(waits: Sequence[CollectiveWait | None]) -> str | None:
         ranks_at.setdefault(f"{wait.call}{f' at {wait.place}' if wait.place else ''}", []).append(rank)
     places = [f"{_ranks(ranks)} in {place}" for place, ranks in ranks_at.items()]
     return (
-        f"the workers wait for each other in different collectives: {', '.join(places)}; all workers must begin the same collectives in the "
-        "same order, so move the call out of code that only some of them run"
+        f"the workers wait for each other in different collectives: {', '.join(places)}; all workers must begin the same collectives in "
+        "the same order, so move the call out of code that only some of them run"
     )
 
 

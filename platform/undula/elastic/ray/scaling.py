@@ -281,7 +281,7 @@ class PoolPolicy(ScalingPolicy):
             self.pool.fleet.pace.observe(max(rank.step for rank in ranks), len(statuses), time.time())
 
     def _end_deadlock(self, state: WorkerGroupState, waits: Sequence[CollectiveWait | None]) -> None:
-        """End the run if the script has made its ranks wait for each other in different collectives, which the next group would do again."""
+        """End the run if its ranks wait for each other in different collectives of the script, as those of the next group would."""
         group, now = self._group, time.monotonic()
         if (found := tuple(waits)) != group.waits:
             group.waits, group.waits_since = found, now
