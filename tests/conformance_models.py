@@ -56,6 +56,23 @@ class SometimesUsed(Plain):
         return found + self.branch(x) if self.calls % 3 == 0 else found
 
 
+class Routed(Plain):
+    """Experts for the samples of a batch, a head for its task, and a layer that some batches skip."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList(nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 3)) for _ in range(3))
+        self.heads = nn.ModuleList(nn.Linear(3, 3) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y, task = super().forward(x), int(100 * x.abs().sum()) % 3
+        expert = (100 * x[:, 0].abs()).long() % 3
+        for number in expert.unique().tolist():
+            rows = (expert == number).nonzero().flatten()
+            y = y.index_add(0, rows, self.experts[number](y[rows]))
+        return self.heads[task](y) if task < 2 else y  # type: ignore[no-any-return]
+
+
 class ChannelsLast(Plain):
     """A layer whose parameters are channels-last, and a column-major buffer that the first forward pass sets."""
 

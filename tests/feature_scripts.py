@@ -161,6 +161,26 @@ class Blocks(nn.Module):
         return self.blocks(torch.cat([x, x.sin(), x.cos(), 9 * x], dim=1))  # type: ignore[no-any-return]
 
 
+class Routed(Blocks):
+    """Blocks of which each batch skips one, in an order of its own, experts for its samples, and a head for its task."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList(nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 4)) for _ in range(3))
+        self.heads = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y, task = torch.cat([x, x.sin(), x.cos(), 9 * x], dim=1), int(48 * x.sum()) % 4
+        order = self.blocks if task > 1 else self.blocks[::-1]
+        for number, block in enumerate(order):
+            y = y + block(y) if number != task else y
+        expert = (48 * x[:, 0]).long() % 3
+        for number in expert.unique().tolist():
+            rows = (expert == number).nonzero().flatten()
+            y = y.index_add(0, rows, self.experts[number](y[rows]))
+        return self.heads[task % 2](y)  # type: ignore[no-any-return]
+
+
 def with_dropout() -> nn.Module:
     """Return a small network with dropout, which compiles fast."""
     return nn.Sequential(nn.Linear(1, 8), nn.Tanh(), nn.Dropout(0.1), nn.Linear(8, 1))

@@ -21,6 +21,7 @@ from feature_scripts import (
     Counting,
     Embedded,
     Loop,
+    Routed,
     Train,
     adamw,
     drawn,
@@ -160,6 +161,7 @@ def sharded(stage: Literal[1, 2, 3], name: str) -> Feature:
     return replace(row, settings={**row.settings, "sharding": ShardingSpec(stage)}, like=row.like or name)
 
 
+FEATURES["experts, heads and skipped blocks"] = Feature(Loop(Routed, adamw))
 FEATURES |= {
     f"{name}, sharded in stage {stage}": sharded(stage, name)
     for stage, name in (
@@ -169,6 +171,7 @@ FEATURES |= {
         *((3, "bf16, blocks"), (2, "fp16"), (3, "fp16"), (3, "activations=sqrt"), (2, "lars"), (3, "lamb")),
         *((3, "random numbers"), (2, "loader processes"), (3, "counts in buffers")),
         *((1, "noise scale"), (2, "noise scale, uneven micro-batches"), (3, "noise scale, uneven micro-batches")),
+        *((stage, "experts, heads and skipped blocks") for stage in (1, 2, 3)),
         *((2, "rule noise_scale"), (3, "rule adascale"), (1, "compressed"), (2, "compressed"), (3, "compressed")),
     )
 }

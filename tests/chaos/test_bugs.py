@@ -117,6 +117,26 @@ def test_ranks_in_a_deadlock_are_interrupted_and_the_run_continues(session_jobs:
     assert done.ledger.replaced.num_rows == 0
 
 
+def test_shards_that_one_rank_gathers_alone_end_the_job_with_the_calls_and_lines(
+    session_jobs: Jobs, tmp_path: Path
+) -> None:
+    """Without a limit of its own, a group that hangs between two steps would be ended after ten minutes, and hang again."""
+    script = tmp_path / "alone.py"
+    bug = 'batch["lable"]'
+    text = SCRIPT.replace(bug, "if run.rank == 0: print(model.weight.full_tensor())")
+    script.write_text(text)
+    script.with_suffix(".yaml").write_text(
+        "name: alone\ndata: {train: x}\nplan: {virtual_workers: 2, global_batch: 8, max_steps: 8}\nsharding: {stage: 3}\n"
+    )
+    jobs = replace(session_jobs, script=script, runs=str(tmp_path), settings=())
+    done = jobs.run("alone", *jobs.workers(2))
+    assert done.status == 2, done.err
+    line = next(number for number, code in enumerate(text.splitlines(), 1) if "full_tensor" in code)
+    waits = f"rank 0 in full_tensor() at alone.py:{line}, rank 1 in "
+    assert f"the workers wait for each other in different collectives: {waits}" in done.err
+    assert len(events_of(done.ledger.events, StartEvent)) == 1
+
+
 @pytest.mark.parametrize("how", ["return", "sys.exit(0)", "sys.exit('done')"])
 def test_a_rank_that_ends_alone_ends_the_job_with_the_reason(session_jobs: Jobs, tmp_path: Path, how: str) -> None:
     """The others would wait for it without end."""
