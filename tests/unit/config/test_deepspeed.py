@@ -204,7 +204,9 @@ def test_schedules_are_those_of_deepspeed() -> None:
     warmup = {"warmup_num_steps": 100, "warmup_type": "linear"}
     linear = {"warmup_steps": 100, "warmup": "linear"}
     assert schedule("WarmupLR", 1.0, warmup_max_lr=0.01, **warmup) == {"base_lr": 0.01, "decay": "constant", **linear}
-    assert schedule("WarmupLR") == {"base_lr": 1e-3, "decay": "constant", "warmup_steps": 1000}
+    assert schedule("WarmupLR") == {"decay": "constant", "warmup_steps": 1000}
+    assert schedule("WarmupLR", 1e-5) == {"base_lr": 1e-5, "decay": "constant", "warmup_steps": 1000}
+    assert schedule("WarmupDecayLR", 1e-5, total_num_steps=9)["base_lr"] == 1e-3, "its default is another one"
     decayed = schedule("WarmupDecayLR", warmup_min_lr=0.001, warmup_max_lr=0.01, total_num_steps=500, **warmup)
     ends = {"warmup_begin": 0.1, "decay_samples": 64 * 500, "final_fraction": 0.1}
     assert decayed == {"base_lr": 0.01, "decay": "polynomial", **linear, **ends}
@@ -212,6 +214,51 @@ def test_schedules_are_those_of_deepspeed() -> None:
     ends = {"warmup_begin": 0.2, "decay_samples": 64 * 500, "final_fraction": 1e-4}
     assert cosine == {"base_lr": 0.5, "decay": "cosine", **linear, **ends}
     assert schedule("OneCycle", 0.5, cycle_max_lr=0.1) == {"base_lr": 0.5}
+
+
+@pytest.mark.parametrize(
+    ("kind", "params", "expected"),
+    [
+        ("WarmupLR", {"warmup_min_lr": 0.01, "warmup_max_lr": 0.01}, {"decay": "constant"}),
+        ("WarmupLR", {"warmup_min_lr": 0.01}, {"decay": "constant"}),
+        ("WarmupLR", {"warmup_min_lr": 0.02, "warmup_max_lr": 0.01}, {"decay": "constant"}),
+        ("WarmupDecayLR", {"warmup_min_lr": 0.01, "warmup_max_lr": 0.01}, {"decay": "polynomial", "final_fraction": 1.0}),
+        ("WarmupCosineLR", {"warmup_min_ratio": 1.0}, {"decay": "cosine", "final_fraction": 1e-4}),
+    ],
+)  # fmt: skip
+def test_a_warmup_from_the_peak_is_none(kind: str, params: dict[str, Any], expected: dict[str, Any]) -> None:
+    steps = {"warmup_num_steps": 10, "warmup_type": "linear"}
+    total = {} if kind == "WarmupLR" else {"total_num_steps": 500}
+    found = schedule(kind, 0.01, **params, **steps, **total)
+    assert found == {"base_lr": 0.01, **expected, **({"decay_samples": 64 * 500} if total else {})}
+    done = convert(
+        {
+            **BATCH,
+            "optimizer": {"type": "Adam", "params": {"lr": 0.01}},
+            "scheduler": {"type": kind, "params": {**params, **steps, **total}},
+        }
+    )
+    assert done.left_out["scheduler.params.warmup_num_steps"].endswith(", so there is no warmup")
+    assert ("scheduler.type" in done.differences) == (kind == "WarmupCosineLR")
+
+
+@pytest.mark.parametrize(
+    ("config", "virtual_workers", "sentence"),
+    [
+        ({}, None, "train_batch_size: set plan.global_batch, the samples of a step on all GPUs, and plan.virtual_workers."),
+        ({"train_micro_batch_size_per_gpu": 4}, None, "train_batch_size: convert again with --virtual-workers (GPUs), or set"),
+        ({**BATCH, "scheduler": {"type": "WarmupLR"}}, None, "scheduler.params.warmup_max_lr: set schedule.base_lr to the learning rate"),
+    ],
+)  # fmt: skip
+def test_what_is_missing_is_said_first_and_the_rest_is_converted(
+    tmp_path: Path, config: Any, virtual_workers: int | None, sentence: str
+) -> None:
+    (tmp_path / "ds.json").write_text(json.dumps({**config, "zero_optimization": {"stage": 3}, "steps_per_print": 9}))
+    text = as_yaml(load(tmp_path / "ds.json", virtual_workers), "ds.json")
+    comments, found, _ = text.partition("sharding:\n  stage: 3")
+    assert found
+    assert f"Keys that are missing: - {sentence}" in " ".join(comments.replace("#", " ").split())
+    assert "# - steps_per_print: the progress line shows the newest step" in text
 
 
 def test_a_schedule_is_one_or_two_steps_ahead_of_deepspeeds() -> None:
@@ -341,9 +388,6 @@ def test_every_reason_is_a_sentence_about_a_key_that_is_not_converted() -> None:
          "DeepSpeed reads"),
         ("[]", ": there are no keys in braces; give the JSON file that DeepSpeed reads"),
         ('{"fp16": {}, "fp16": {}}', ": fp16 is given twice; remove one of them"),
-        ("{}", ": train_batch_size and train_micro_batch_size_per_gpu are both missing; set one of them, as DeepSpeed demands"),
-        ('{"train_micro_batch_size_per_gpu": 4}',
-         ": train_batch_size is missing, so it depends on the number of GPUs; set it, or give --virtual-workers: GPUs"),
         ('{"train_batch_size": 64.5}', ": train_batch_size is 64.5; set it to an integer above 0"),
         ('{"train_batch_size": true}', ": train_batch_size is true; set it to an integer above 0"),
         ('{"train_batch_size": 10, "gradient_accumulation_steps": 4}',

@@ -2,6 +2,7 @@
 
 import json
 import textwrap
+from collections.abc import Mapping
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -47,6 +48,7 @@ def as_yaml(conversion: Conversion, file: str) -> str:
         "--script.",
         "# name: my-run",
         "# data: {train: s3://bucket/train, validation: s3://bucket/validation}",
+        *_notes("Keys that are missing:", conversion.missing),
     ]
     for section, keys in groupby(conversion.settings, lambda key: key.rpartition(".")[0]):
         parents = section.split(".")
@@ -55,17 +57,18 @@ def as_yaml(conversion: Conversion, file: str) -> str:
             value, origin = conversion.settings[key]
             line = f"{'  ' * len(parents)}{key.rpartition('.')[2]}: {_scalar(value)}"
             lines.append(f"{line:<26}  # {origin}")
-    for title, notes in (
-        ("Keys that do not do exactly the same:", conversion.differences),
-        ("Keys that have no equivalent:", conversion.left_out),
-    ):
-        lines += ["", f"# {title}"] if notes else []
-        for key, reason in notes.items():
-            text = f"{in_one_line(key)}: {reason}."
-            lines += textwrap.wrap(
-                text, _WIDTH, initial_indent="# - ", subsequent_indent="#   ", break_long_words=False
-            )
+    lines += _notes("Keys that do not do exactly the same:", conversion.differences)
+    lines += _notes("Keys that are not converted:", conversion.left_out)
     return "\n".join(lines) + "\n"
+
+
+def _notes(title: str, notes: Mapping[str, str]) -> list[str]:
+    """Return the lines of a comment with sentences about keys; none if there are none."""
+    lines = ["", f"# {title}"] if notes else []
+    for key, reason in notes.items():
+        text = f"{in_one_line(key)}: {reason}."
+        lines += textwrap.wrap(text, _WIDTH, initial_indent="# - ", subsequent_indent="#   ", break_long_words=False)
+    return lines
 
 
 def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

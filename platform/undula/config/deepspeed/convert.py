@@ -65,7 +65,7 @@ def convert(config: Mapping[str, Any], virtual_workers: int | None = None) -> Co
     _trackers(keys)
     keys.leave_out_rest()
     settings = sorted(keys.settings.items(), key=lambda item: _ORDER.index(item[0].split(".")[0]))
-    return Conversion(dict(settings), keys.differences, keys.left_out)
+    return Conversion(dict(settings), keys.missing, keys.differences, keys.left_out)
 
 
 def _batch(keys: Keys, stage: int, given: int | None) -> int | None:
@@ -98,14 +98,16 @@ def _batch(keys: Keys, stage: int, given: int | None) -> int | None:
         elif micro:
             gpus = min(given, shares) if steps else given
     elif micro:
-        if gpus is None:
-            raise SpecError(
-                f"{_BATCH} is missing, so it depends on the number of GPUs; set it, or give --virtual-workers: GPUs{each}"
+        product = f"{_MICRO}{f' x {_STEPS}' if steps else ''} x GPUs"
+        if gpus:
+            batch = micro * (steps or 1) * gpus
+            keys.settings["plan.global_batch"] = batch, product
+        else:
+            keys.missing[_BATCH] = (
+                f"convert again with --virtual-workers (GPUs{each}), or set plan.global_batch ({product}) and plan.virtual_workers"
             )
-        batch = micro * (steps or 1) * gpus
-        keys.settings["plan.global_batch"] = batch, f"{_MICRO}{f' x {_STEPS}' if steps else ''} x GPUs"
     elif not {_BATCH, _MICRO} & keys.left_out.keys() and "elasticity" not in keys.config:
-        raise SpecError(f"{_BATCH} and {_MICRO} are both missing; set one of them, as DeepSpeed demands")
+        keys.missing[_BATCH] = "set plan.global_batch, the samples of a step on all GPUs, and plan.virtual_workers"
     if gpus:
         origin = f"{gpus} GPUs{each}" + (
             "" if is_known else "; the file does not say how many GPUs, see --virtual-workers"
@@ -229,10 +231,15 @@ def _schedule(keys: Keys, batch: int | None, rate: float | None) -> None:
     kind, params = _type(keys, "scheduler"), "scheduler.params"
     peak, origin = rate, "optimizer.params.lr"
     if kind in ("WarmupLR", "WarmupDecayLR"):
-        peak, origin = keys.read(f"{params}.warmup_max_lr", POSITIVE), f"{params}.warmup_max_lr"
-        if peak is None and origin not in keys.left_out:
-            peak, origin = 1e-3, f"default of warmup_max_lr of {kind}"
-        keys.leave_out("optimizer.params.lr", f"{kind} replaces it by warmup_max_lr")
+        most, key = keys.read(f"{params}.warmup_max_lr", POSITIVE), f"{params}.warmup_max_lr"
+        if most or key in keys.left_out or kind == "WarmupDecayLR":
+            is_default = most is None and key not in keys.left_out
+            peak, origin = (1e-3, f"default of warmup_max_lr of {kind}") if is_default else (most, key)
+            keys.leave_out("optimizer.params.lr", f"{kind} replaces it by warmup_max_lr")
+        elif rate is None and origin not in keys.left_out:
+            keys.missing[key] = (
+                "set schedule.base_lr to the learning rate of the optimizer, which DeepSpeed takes for it"
+            )
     if peak is not None:
         keys.settings["schedule.base_lr"] = peak, origin
     if kind is None:
@@ -257,9 +264,19 @@ def _schedule(keys: Keys, batch: int | None, rate: float | None) -> None:
 def _warmup(keys: Keys, kind: str, peak: float | None) -> float:
     """Convert the warmup, and return the rate at which it begins as a fraction of the peak."""
     params = "scheduler.params"
+    key = f"{params}.warmup_min_ratio" if kind == "WarmupCosineLR" else f"{params}.warmup_min_lr"
+    least = keys.read(key, RATIO if kind == "WarmupCosineLR" else NUMBER) or 0.0
+    begin: float = least if kind == "WarmupCosineLR" else least / peak if peak else 0.0
     steps = keys.read(f"{params}.warmup_num_steps", STEPS)
     has_length = f"{params}.warmup_num_steps" not in keys.left_out
     shape = keys.read(f"{params}.warmup_type", TEXT)
+    if begin >= 1:
+        rate = "begins at its peak" if begin == 1 else "would begin above its peak, and begins there"
+        for name in (key, f"{params}.warmup_num_steps", f"{params}.warmup_type"):
+            keys.leave_out(name, f"the rate {rate}, so there is no warmup")
+        if kind == "WarmupCosineLR":
+            keys.differences["scheduler.type"] = "the cosine begins at once, and not after warmup_num_steps at the peak"
+        return begin
     if has_length:
         # DeepSpeed warms up for 1000 steps by default, and WarmupLR and WarmupDecayLR for 2 at least.
         keys.settings["schedule.warmup_steps"] = max(1000 if steps is None else steps, 2), f"{params}.warmup_num_steps"
@@ -268,24 +285,13 @@ def _warmup(keys: Keys, kind: str, peak: float | None) -> float:
         )
     if shape == "linear":
         keys.settings["schedule.warmup"] = "linear", f"{params}.warmup_type"
-    elif shape is None:
+    else:
         keys.differences[f"{params}.warmup_type"] = (
-            "its default is log, which has no equivalent; the warmup of as many steps is linear"
+            f"it is {'log' if shape else 'log by default'}, which Undula does not have; a linear warmup of as many steps takes its place"
         )
-    else:
-        keys.leave_out(f"{params}.warmup_type", "there is no logarithmic warmup; the warmup of as many steps is linear")
-    if kind == "WarmupCosineLR":
-        key = f"{params}.warmup_min_ratio"
-        begin: float = keys.read(key, RATIO) or 0.0
-    else:
-        key = f"{params}.warmup_min_lr"
-        least = keys.read(key, NUMBER)
-        begin = least / peak if least and peak else 0.0
-        if least and not peak:
-            keys.leave_out(key, "set schedule.warmup_begin to it divided by schedule.base_lr")
-    if key in keys.converted and begin >= 1:
-        keys.leave_out(key, "a warmup begins below its peak; this one would keep or lower the rate")
-    elif key in keys.converted and begin and not has_length:
+    if least and not peak and kind != "WarmupCosineLR":
+        keys.leave_out(key, "set schedule.warmup_begin to it divided by schedule.base_lr")
+    elif begin and not has_length:
         keys.leave_out(key, f"set schedule.warmup_begin: {begin:g} beside schedule.warmup_steps")
     elif key in keys.converted:
         keys.settings["schedule.warmup_begin"] = begin, key
@@ -312,6 +318,8 @@ def _end_of_decay(keys: Keys, kind: str, batch: int | None, begin: float) -> Non
         final = (1e-4, f"default of cos_min_ratio of {kind}") if least is None else (least, least_key)
     else:
         final = min(begin, 1.0), f"{kind} decays to warmup_min_lr"
+        if begin > 1:
+            keys.differences["scheduler.type"] = "the rate stays at warmup_max_lr, and does not rise to warmup_min_lr"
     keys.settings["schedule.final_fraction"] = final
 
 

@@ -16,6 +16,8 @@ class Conversion:
 
     settings: Mapping[str, tuple[Any, str]]
     """Value and origin of each dotted key."""
+    missing: Mapping[str, str]
+    """Sentence for each key that the configuration lacks and that the job needs."""
     differences: Mapping[str, str]
     """Sentence for each converted key of DeepSpeed that does not do exactly the same."""
     left_out: Mapping[str, str]
@@ -65,6 +67,7 @@ class Keys:
 
     config: Mapping[str, Any]
     settings: dict[str, tuple[Any, str]] = field(default_factory=dict)
+    missing: dict[str, str] = field(default_factory=dict)
     differences: dict[str, str] = field(default_factory=dict)
     left_out: dict[str, str] = field(default_factory=dict)
     converted: set[str] = field(default_factory=set)
@@ -74,7 +77,7 @@ class Keys:
         *parents, leaf = key.split(".")
         value = self.section(".".join(parents)).get(leaf)
         if value == "auto" and key in AUTO:
-            self.left_out[key] = f'"auto" is filled in by Hugging Face from TrainingArguments; set {AUTO[key]}'
+            self.left_out[key] = f'"auto" stands for {AUTO[key]}'
             return None
         if value is not None and not kind.accepts(value):
             raise _wrong(key, value, kind)

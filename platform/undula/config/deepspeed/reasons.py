@@ -13,7 +13,7 @@ _OFFLOADED = (
     "set sharding.offload: all, which keeps each worker's shards of parameters and optimizer states in host memory"
 )
 _FROM_DISK = "shards in host memory are neither read from disks nor buffered"
-_LEDGER = "each step is in the ledger with its duration by part; `undula show RUN` prints it"
+_LEDGER = "the ledger always has the duration of each step by part; `undula show RUN` prints them"
 _TENSORBOARD = "TensorBoard's files are always written, into the run directory"
 _SCALE_RULE = "the scale follows torch.amp.GradScaler"
 _RECOMPUTE = "activations.keep says what is recomputed, without calls in the script"
@@ -130,7 +130,7 @@ REASONS: Mapping[str, str] = {
     "activation_checkpointing.contiguous_memory_optimization": "torch's allocator places activations; `undula plan` counts its fragments",
     "activation_checkpointing.synchronize_checkpoint_boundary": f"{_RECOMPUTE}, and nothing waits at the units",
     "activation_checkpointing.profile": _LEDGER,
-    "steps_per_print": _LEDGER,
+    "steps_per_print": "the progress line shows the newest step, and the ledger has the loss of every step",
     "wall_clock_breakdown": _LEDGER,
     "timers": _LEDGER,
     "dump_state": "`undula run JOB.yaml --print` prints every value with its origin",
@@ -170,22 +170,22 @@ REASONS: Mapping[str, str] = {
 UNKNOWN = "Undula knows no such key of DeepSpeed"
 
 AUTO: Mapping[str, str] = {
-    "train_batch_size": "plan.global_batch",
-    "train_micro_batch_size_per_gpu": "plan.micro_batch",
-    "gradient_accumulation_steps": "plan.global_batch and plan.micro_batch",
-    "gradient_clipping": "gradient.max_norm",
-    "fp16.enabled": "precision.compute: fp16 if it does",
-    "bf16.enabled": "precision.compute: bf16 if it does",
-    "fp16.loss_scale": "precision.loss_scale",
-    "zero_optimization.stage": "sharding.stage",
-    "optimizer.params.lr": "schedule.base_lr",
-    "optimizer.params.weight_decay": "config.optimizer.weight_decay",
-    "optimizer.params.betas": "config.optimizer.betas",
-    "optimizer.params.eps": "config.optimizer.eps",
-    "optimizer.params.momentum": "config.optimizer.momentum",
-    "scheduler.params.warmup_max_lr": "schedule.base_lr",
-    "scheduler.params.warmup_min_lr": "schedule.warmup_begin, as a fraction of the peak",
-    "scheduler.params.warmup_num_steps": "schedule.warmup_steps",
-    "scheduler.params.total_num_steps": "schedule.decay_samples, whose default is the whole run",
+    "train_batch_size": "per_device_train_batch_size x gradient_accumulation_steps x GPUs of TrainingArguments; set plan.global_batch",
+    "train_micro_batch_size_per_gpu": "TrainingArguments.per_device_train_batch_size; set plan.micro_batch",
+    "gradient_accumulation_steps": "TrainingArguments.gradient_accumulation_steps; it follows from plan.global_batch and plan.micro_batch",
+    "gradient_clipping": "TrainingArguments.max_grad_norm; set gradient.max_norm",
+    "fp16.enabled": "TrainingArguments.fp16; if it is true, set precision.compute: fp16",
+    "bf16.enabled": "TrainingArguments.bf16; if it is true, set precision.compute: bf16",
+    "fp16.loss_scale": "a dynamic scale, which is the default of Undula, too",
+    "zero_optimization.stage": "no argument; set sharding.stage",
+    "optimizer.params.lr": "TrainingArguments.learning_rate; set schedule.base_lr",
+    "optimizer.params.weight_decay": "TrainingArguments.weight_decay; set config.optimizer.weight_decay",
+    "optimizer.params.betas": "TrainingArguments.adam_beta1 and adam_beta2; set config.optimizer.betas",
+    "optimizer.params.eps": "TrainingArguments.adam_epsilon; set config.optimizer.eps",
+    "optimizer.params.momentum": "no argument; set config.optimizer.momentum",
+    "scheduler.params.warmup_max_lr": "TrainingArguments.learning_rate; set schedule.base_lr",
+    "scheduler.params.warmup_min_lr": "0, from which Undula warms up by default, too",
+    "scheduler.params.warmup_num_steps": "TrainingArguments.warmup_steps; set schedule.warmup_steps",
+    "scheduler.params.total_num_steps": "the steps of the run, over which Undula decays by default, too",
 }
-"""Keys that get the value of "auto", by the key of DeepSpeed that may have it."""
+"""What Hugging Face's Trainer sets in place of "auto", and the fix, as a sentence without its beginning."""
