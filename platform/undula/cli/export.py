@@ -23,7 +23,8 @@ def export(run: str, out: str, which: str, runs: str | None, as_json: bool) -> N
     """Write the weights of a run as Hugging Face stores a model: model.safetensors, or several files of up to 5 GB and an index.
 
     RUN is a name that `undula ls` lists, or the run's directory as a path or an s3:// URL. The names of the weights are those of the
-    model's state_dict(), whether or not the model was sharded, compiled or wrapped. No state of the optimizer is written.
+    model's state_dict(), whether or not the model was sharded, compiled or wrapped. Tied weights are written under their first name only.
+    No state of the optimizer is written.
     """
     from undula.state.export import export_weights
     from undula.state.locate import locate_run

@@ -19,7 +19,16 @@ from torch import Tensor
 from undula.errors import CheckpointError, StorageError, SupersededError, UndulaError
 from undula.state.attempts import EVERYTHING, Lineage, begin, read_lineage, require_newest
 from undula.state.boxes import Box
-from undula.state.checkpoint_files import Claim, WrittenFile, read_pieces, shares, tensors_entry, write_share
+from undula.state.checkpoint_files import (
+    Claim,
+    Entries,
+    WrittenFile,
+    read_pieces,
+    shares,
+    tensors_entry,
+    tied_names,
+    write_share,
+)
 from undula.state.commit import (
     CHECKPOINTS,
     COMMIT,
@@ -33,7 +42,7 @@ from undula.state.commit import (
     step_of,
 )
 from undula.state.goals import GoalSpec
-from undula.state.pieces import Piece, RankState, Table
+from undula.state.pieces import Piece, RankState
 from undula.state.retention import superseded
 from undula.storage import Store
 
@@ -106,7 +115,10 @@ class Checkpointer:
         assert self._saving is None, "call wait() for the previous save first"
         began = time.monotonic()
         claims: list[Any] = [None] * dist.get_world_size(self._group)
-        own: list[Claim] = [(name, piece.box, piece.tensor.nbytes) for name, piece in state.pieces.items()]
+        tied = tied_names(state.pieces)
+        own: list[Claim] = [
+            (name, piece.box, piece.tensor.nbytes) for name, piece in state.pieces.items() if name not in tied
+        ]
         dist.all_gather_object(claims, own, group=self._group)
         share = {
             name: (_copied(state.pieces[name].tensor), state.pieces[name].box)
@@ -119,7 +131,8 @@ class Checkpointer:
         thread = ThreadPoolExecutor(1, thread_name_prefix="undula-checkpoint")
         self._saving_step = step
         self._is_abandoned = threading.Event()
-        write = partial(self._write, step, header, state.expected, share, self._saving_group, self._is_abandoned, began)
+        entries = partial(tensors_entry, state.expected, tied)
+        write = partial(self._write, step, header, entries, share, self._saving_group, self._is_abandoned, began)
         self._saving = thread.submit(write)
         thread.shutdown(wait=False)
 
@@ -127,7 +140,7 @@ class Checkpointer:
         self,
         step: int,
         header: dict[str, Any],
-        table: Table,
+        entries: Entries,
         share: Mapping[str, tuple[Tensor, Box]],
         group: dist.ProcessGroup,
         is_abandoned: threading.Event,
@@ -151,7 +164,7 @@ class Checkpointer:
         outcome: list[UndulaError | None] = [None]
         if rank == 0:
             try:
-                self._commit(step, folder, header, table, [file for file in answers if file is not None], began)
+                self._commit(step, folder, header, entries, [file for file in answers if file is not None], began)
             except Exception as error:
                 outcome = [error if isinstance(error, SupersededError) else CheckpointError(str(error))]
                 dist.broadcast_object_list(outcome, group=group, group_src=0)
@@ -161,11 +174,11 @@ class Checkpointer:
             raise outcome[0]
 
     def _commit(
-        self, step: int, folder: str, header: dict[str, Any], table: Table, files: list[WrittenFile], began: float
+        self, step: int, folder: str, header: dict[str, Any], entries: Entries, files: list[WrittenFile], began: float
     ) -> None:
         body = {
             **header,
-            "tensors": tensors_entry(table, files),
+            "tensors": entries(files),
             "files": {file.name: {"bytes": file.bytes, "sha256": file.sha256} for file in files},
         }
         require_newest(self._store, self._attempt)

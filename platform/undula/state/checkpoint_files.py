@@ -1,9 +1,9 @@
 """Files of a checkpoint: the safetensors file with a rank's share of the tensors, and the table of where each box lies."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -17,6 +17,8 @@ from undula.storage import Store
 
 Claim = tuple[str, Box, int]
 """Piece that a rank could write: name of the tensor, box, and size in bytes."""
+Entries: TypeAlias = "Callable[[Sequence[WrittenFile]], dict[str, Any]]"
+"""Function that returns the entry `tensors` of a `commit.json` for the files of all ranks."""
 
 
 @dataclass(frozen=True)
@@ -79,8 +81,33 @@ def write_share(store: Store, folder: str, rank: int, pieces: Mapping[str, tuple
     return WrittenFile(name, num_bytes, digest.hexdigest(), {key: box for key, (_, box) in pieces.items()})
 
 
-def tensors_entry(table: Table, files: Iterable[WrittenFile]) -> dict[str, Any]:
+def tied_names(pieces: Mapping[str, Piece]) -> dict[str, str]:
+    """Return the names of pieces that are the same memory as an earlier one, each with the name of that one."""
+    first: dict[tuple[object, ...], str] = {}
+    tied = {}
+    for name, piece in pieces.items():
+        tensor = piece.tensor
+        memory = (
+            tensor.device,
+            tensor.data_ptr(),
+            tensor.dtype,
+            tensor.shape,
+            tensor.stride(),
+            piece.shape,
+            piece.offsets,
+        )
+        if tensor.numel() and (known := first.setdefault(memory, name)) != name:
+            tied[name] = known
+    return tied
+
+
+def tensors_entry(table: Table, tied: Mapping[str, str], files: Iterable[WrittenFile]) -> dict[str, Any]:
     """Return the entry `tensors` of a `commit.json`: the dtype, the shape, the strides and the boxes of each tensor, by name.
+
+    Args:
+        table: Tensors of the state.
+        tied: Names of tensors that are stored under another name only, with that name.
+        files: Files of the ranks.
 
     Raises:
         CheckpointError: The files have a tensor that is not in the table, or only a part of a tensor.
@@ -89,6 +116,7 @@ def tensors_entry(table: Table, files: Iterable[WrittenFile]) -> dict[str, Any]:
         name: {"dtype": spec.dtype, "shape": spec.shape, "strides": spec.strides, "chunks": []}
         for name, spec in table.items()
     }
+    stored = {name: spec for name, spec in table.items() if name not in tied}
     boxes: dict[str, list[Box]] = {}
     for file in files:
         for name, (offsets, sizes) in file.chunks.items():
@@ -99,9 +127,9 @@ def tensors_entry(table: Table, files: Iterable[WrittenFile]) -> dict[str, Any]:
             chunk = {"offsets": list(offsets), "sizes": list(sizes), "file": file.name, "key": name}
             entry[name]["chunks"].append(chunk)
             boxes.setdefault(name, []).append((offsets, sizes))
-    if lacking := incomplete(table, boxes):
+    if lacking := incomplete(stored, boxes):
         raise CheckpointError(f"the ranks do not hold all of {lacking!r}; together, they must hold the whole state")
-    return entry
+    return entry | {name: entry[first] for name, first in tied.items()}
 
 
 def table_of(commit: Commit) -> dict[str, TensorSpec]:

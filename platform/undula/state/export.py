@@ -57,12 +57,15 @@ def export_weights(store: Store, out: Store, which: Which = "last", file_bytes: 
             raise CheckpointError(
                 f"{name.removeprefix(MODEL)!r} is complex, which Hugging Face's format cannot hold; use undula.load_weights"
             )
+    stored = {name: chunk["key"] for name in table for chunk in commit.tensors[name]["chunks"]}
+    tied = {name: first for name, first in stored.items() if first != name and first in table}
+    table = {name: spec for name, spec in table.items() if name not in tied}
     parts = list(_parts(table, file_bytes))
     names = [ONE_FILE]
     if len(parts) > 1:
         names = [f"model-{place:05d}-of-{len(parts):05d}.safetensors" for place in range(1, len(parts) + 1)]
     for name, part in zip(names, parts, strict=True):
-        _write(store, commit, out, name, part)
+        _write(store, commit, out, name, part, tied)
     total = sum(map(_bytes_of, table.values()))
     if len(parts) > 1:
         places = {key.removeprefix(MODEL): name for name, part in zip(names, parts, strict=True) for key in part}
@@ -71,7 +74,7 @@ def export_weights(store: Store, out: Store, which: Which = "last", file_bytes: 
     extra = {
         name.removeprefix(MODEL)
         for name in (*commit.tensors, *commit.values)
-        if name.startswith(MODEL) and name not in table
+        if name.startswith(MODEL) and name not in {*table, *tied}
     }
     return Exported(commit.step, tuple(names), len(table), total, tuple(sorted(extra)))
 
@@ -89,13 +92,17 @@ def _parts(table: Table, file_bytes: int) -> Iterable[dict[str, TensorSpec]]:
     yield part
 
 
-def _write(store: Store, commit: Commit, out: Store, name: str, part: Mapping[str, TensorSpec]) -> None:
+def _write(
+    store: Store, commit: Commit, out: Store, name: str, part: Mapping[str, TensorSpec], tied: Mapping[str, str]
+) -> None:
     """Write one file of the export. Its tensors are freed before the next file is read."""
     # A saved tensor may have other strides, such as those of channels_last, and the file has none.
     tensors = {key: empty_tensor(TensorSpec(spec.dtype, spec.shape)) for key, spec in part.items()}
     read_pieces(store, commit, {key: piece_of(tensor) for key, tensor in tensors.items()})
     # transformers refuses a file that does not say that its tensors are PyTorch's.
     metadata = {"format": "pt", "undula_step": str(commit.step)}
+    # As safetensors.torch.save_model does, whose load_model refuses files that have tied weights twice.
+    metadata |= {name.removeprefix(MODEL): first.removeprefix(MODEL) for name, first in tied.items() if first in part}
     out.write_buffers(
         name, file_buffers({key.removeprefix(MODEL): tensor for key, tensor in tensors.items()}, metadata)
     )

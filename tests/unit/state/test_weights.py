@@ -10,8 +10,9 @@ import torch
 from numbers_job import cpu_run, network, numbers_job
 from ranks import on_ranks
 from safetensors import safe_open
-from safetensors.torch import load, load_file
+from safetensors.torch import load, load_file, load_model
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from undula import load_weights
@@ -190,8 +191,64 @@ def test_extra_state_late_buffers_and_tied_weights_are_loaded(
     assert (loaded.count, loaded.late.tolist()) == (4, [5.0, 5.0])
     assert torch.equal(loaded.linear.weight, module.linear.weight)
     exported = export_weights(Store(job.run_url), Store(str(tmp_path / "out")))
-    assert load_file(tmp_path / "out" / ONE_FILE).keys() == {"linear.weight", "tied.weight", "late"}
+    assert load_file(tmp_path / "out" / ONE_FILE).keys() == {"linear.weight", "late"}
     assert exported.left_out == ("_extra_state", "_extra_state.seen")
+
+
+class Tied(nn.Module):
+    """Decoder whose head is its embedding, with two equal tensors that are not tied, and two empty ones."""
+
+    def __init__(self, is_sharded: bool = False) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(48, 4)
+        self.one, self.other = nn.LayerNorm(4), nn.LayerNorm(4)
+        self.one.requires_grad_(False)
+        self.other.requires_grad_(False)
+        self.head = nn.Linear(4, 48, bias=False)
+        self.head.weight = self.embedding.weight
+        self.register_buffer("empty", torch.empty(0))
+        self.register_buffer("none", torch.empty(0))
+        if is_sharded:
+            fully_shard(self)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(self.head(self.other(self.one(self.embedding(x)))), x)
+
+
+def _train_tied(rank: int, world_size: int, job: Job, is_sharded: bool) -> None:
+    run = cpu_run(job, rank, world_size)
+    model = run.model(Tied(is_sharded))
+    run.optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    for step in run.steps():
+        for batch in step.batches():
+            step.backward(model(batch["x"].long()))
+        step.update()
+
+
+@pytest.mark.parametrize("is_sharded", [False, True])
+def test_tied_weights_are_stored_once_as_hugging_face_stores_them(tmp_path: Path, is_sharded: bool) -> None:
+    job = numbers_job(tmp_path)
+    on_ranks(2, _train_tied, job, is_sharded)
+    run, out = Store(job.run_url), tmp_path / "out"
+    (newest, *_), _ = find_commits(run)
+    assert newest.tensors["model.head.weight"] == newest.tensors["model.embedding.weight"]
+    for file in newest.files:
+        assert "model.head.weight" not in load(run.read(f"{newest.folder}/{file}"))
+    exported = export_weights(run, Store(str(out)))
+    with safe_open(out / ONE_FILE, "pt") as file:
+        assert set(file.keys()) == {
+            "embedding.weight",
+            *(f"{layer}.{name}" for layer in ("one", "other") for name in ("weight", "bias")),
+            *("empty", "none"),
+        }
+        assert file.metadata()["head.weight"] == "embedding.weight"
+    assert exported.tensors == 7
+    whole, loaded, plain = Tied(), Tied(), Tied()
+    load_weights(whole, run.url)
+    load_model(loaded, out / ONE_FILE)
+    assert plain.load_state_dict(load_file(out / ONE_FILE), strict=False) == (["head.weight"], [])
+    for model in (loaded, plain):
+        assert torch.equal(model.head.weight, whole.embedding.weight)
 
 
 def _memory_of_export(rank: int, world_size: int, folder: str) -> float:
