@@ -33,6 +33,13 @@ def test_the_curves_of_all_runs_are_drawn_over_each_axis_at_any_width(
             assert opened.chart("loss", axis).locator(".curve[data-points]").count() == curves
             tip = opened.hover("loss", 0.5, axis)
             assert all((name in tip) == (place < curves) for place, name in enumerate(NAMES)), tip
+        first, other = (opened.chart("loss", "samples").locator(f".curve.{css}").first for css in ("r-first", "r-1"))
+        widths = [
+            float(each.evaluate("each => getComputedStyle(each).strokeWidth").removesuffix("px"))
+            for each in (first, other)
+        ]
+        assert widths[0] > 2 * widths[1], "an equal curve does not hide the first one"
+        assert opened.page.locator("h2").first.inner_text() == "Verified"
         assert "The cost of unpriced is not known" in opened.page.locator(".view.dollars").inner_text()
         assert opened.page.locator(".v-not-rejected").count() == 2
         opened.assert_fits_and_is_quiet()

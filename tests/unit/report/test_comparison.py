@@ -71,6 +71,9 @@ def test_settings_that_differ_are_listed_and_runs_of_one_plan_are_compared(tmp_p
         "alone has a plan or data that no other",
     ):
         assert text in html
+    assert html.index("same and one are the same training") < html.index('data-chart="loss"'), "the verdict comes first"
+    chart = html.split('data-chart="world_size"')[1].split("</svg></svg>")[0]
+    assert chart.index("curve r-first") < chart.index("curve r-1") < chart.index("curve r-2"), "below the others"
 
 
 def test_text_of_the_runs_cannot_become_markup(tmp_path: Path) -> None:

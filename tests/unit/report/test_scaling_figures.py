@@ -162,7 +162,10 @@ def test_runs_whose_bits_may_not_differ_are_not_the_same() -> None:
     found = sameness([(1, ours), (2, other)])
     assert not found.identical
     assert found.difference
-    assert "weights_digest" in found.sentence
+    assert found.sentence == (
+        "The runs are not the same training: the weights after step 0 are not those of job, although the losses of 1 step are equal (on 2 "
+        "workers, compared with 1 worker)."
+    )
 
 
 def test_runs_that_promise_no_equal_bits_are_the_same_within_rounding() -> None:

@@ -347,7 +347,9 @@ def _compare(rows: pa.Table, others: pa.Table, tolerance: float, name: str, clos
         if len(differing) and key not in close_keys:
             place = int(differing[0])
             step, here, there = (table[of][place].as_py() for table, of in ((rows, "step"), (rows, key), (others, key)))
-            found.append((place, f"step {step} has {key} {here}, but {name} has {there}"))
+            found.append(
+                (place, _OTHER.get(key, f"step {{}} has {key} {here}, but {{}} has {there}").format(step, name))
+            )
     largest = []
     for key in close_keys:
         here, there = column(rows, key), column(others, key)
@@ -358,8 +360,18 @@ def _compare(rows: pa.Table, others: pa.Table, tolerance: float, name: str, clos
             difference = _difference(key, here[place], there[place], name, tolerance)
             found.append((place, f"step {rows['step'][place].as_py()} {difference}"))
     if found:
-        raise _DifferenceError(min(found, key=lambda each: each[0])[1])
+        _, text = min(found, key=lambda each: each[0])
+        if not any(largest) and text.startswith("the weights"):
+            text += f", although the losses of {counted(len(rows), 'step')} are equal"
+        raise _DifferenceError(text)
     return largest[0]
+
+
+_OTHER = {
+    "sample_digest": "step {} consumed other samples than in {}",
+    "weights_digest": "the weights after step {} are not those of {}",
+}
+"""Sentences about columns whose values say nothing to a reader, with places for the step and the name of the other run."""
 
 
 def _compare_validations(

@@ -37,7 +37,8 @@ def sameness(runs: Sequence[tuple[int, RecordedRun]]) -> Sameness:
     certificates = [(workers, agreement(run, first)) for workers, run in others]
     for workers, certificate in certificates:
         if certificate.difference:
-            difference = f"on {workers_text([workers])}, {certificate.difference} with {workers_text([first_workers])}"
+            sizes = f"on {workers_text([workers])}, compared with {workers_text([first_workers])}"
+            difference = f"{certificate.difference} ({sizes})"
             return Sameness(False, f"The runs are not the same training: {difference}.", difference)
     rows = first.ledger.steps.select(EXACT)
     if all(_text(run) == _text(first) for _, run in others):

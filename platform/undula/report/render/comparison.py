@@ -19,7 +19,7 @@ from undula.report.data.curves import (
 from undula.report.data.summary import Floats, column
 from undula.report.render.axes import Axis
 from undula.report.render.html import SHARED_PACKAGE, colors_css, render_page
-from undula.report.render.run_charts import Curve, RunChart, smoothing_window, tooltip_data, x_axis
+from undula.report.render.run_charts import Curve, RunChart, Shape, smoothing_window, tooltip_data, x_axis
 from undula.report.text import DASH, counted, dollars, duration, number, printable
 
 POINTS = 800
@@ -37,7 +37,9 @@ COLORS = (
     ("#7a5a3a", "#d0ab84"),
     ("#566170", "#a9b6c5"),
 )
-"""Colours of the runs on a light and on a dark page."""
+"""Colours of the runs on a light and on a dark page. The first run has a wide grey curve, below which equal ones do not vanish."""
+FIRST = ("#c3c9d2", "#5f6b79")
+"""Colour of the first run."""
 MOST_RUNS = len(COLORS)
 """Maximum number of runs of a comparison."""
 PointsAndValues = tuple[CurvePoints, Floats]
@@ -55,7 +57,7 @@ def render_comparison(comparison: Comparison) -> str:
         "tiles": [],
         "labels": labels,
         "head": ("State", "Steps", "Validation loss", "Best", "Training loss", "Samples/s", "Wall time", "Dollars"),
-        "rows": [_cells(run) for run in comparison.runs],
+        "rows": [(_css(place), _cells(run)) for place, run in enumerate(comparison.runs)],
         "axes": [(name, AXIS_LABELS[name]) for name in axes],
         "views_of_charts": [(name, [chart.over(name, axis) for chart in charts]) for name, axis in axes.items()],
         "without_price": [printable(run.label, 80) for run in comparison.runs if run.step_dollars is None],
@@ -66,8 +68,13 @@ def render_comparison(comparison: Comparison) -> str:
         "sentences": [*map(_sentence, comparison.agreements), *_alone(comparison)],
         "data": {**tooltip_data(charts, axes, ()), "compares": True},
     }
-    colors = {f"r-{place}": pair for place, pair in enumerate(COLORS)}
+    colors = {_css(place): pair for place, pair in enumerate((FIRST, *COLORS[1:]))}
     return render_page("compare.html", context, package=SHARED_PACKAGE, script="run.js", more_style=colors_css(colors))
+
+
+def _css(place: int) -> str:
+    """Return the CSS class of a run's curves."""
+    return f"r-{place}" if place else "r-first"
 
 
 def _cells(run: ComparedRun) -> list[str]:
@@ -102,10 +109,11 @@ def _charts(comparison: Comparison) -> Iterator[RunChart]:
     runs = [run for run in comparison.runs if len(run.record.ledger.steps)]
     names = sorted({name for run in runs for name in metric_curves(run.record, 0.0)})
     validated = [("validation", "Validation loss", _validation), *((f"metric-{n}", n, _metric(n)) for n in names)]
-    kinds: list[tuple[str, str, Literal["tall", "middle"], Callable[[ComparedRun], PointsAndValues]]] = [
+    kinds: list[tuple[str, str, Literal["tall", "middle", "low"], Callable[[ComparedRun], PointsAndValues]]] = [
         ("loss", "Training loss, smoothed", "tall", _training_loss),
+        ("world_size", "World size", "low", _recorded("world_size")),
         *((key, title, "tall" if key == "validation" else "middle", curve) for key, title, curve in validated),
-        ("lr", "Learning rate", "middle", lambda run: (_points(run), column(run.record.ledger.steps, "lr"))),
+        ("lr", "Learning rate", "middle", _recorded("lr")),
     ]
     for key, title, height, curve_of in kinds:
         curves = []
@@ -113,9 +121,13 @@ def _charts(comparison: Comparison) -> Iterator[RunChart]:
             points, y = curve_of(run) if run in runs else (None, None)
             if points is not None and y is not None and len(y):
                 rows = downsample(y, POINTS)
-                curves.append(Curve(printable(run.label, 40), f"r-{place}", points.take(rows), y[rows]))
+                shape: Shape = "steps" if height == "low" else "line"
+                curves.append(Curve(printable(run.label, 40), _css(place), points.take(rows), y[rows], shape))
         if curves:
-            yield RunChart(key, printable(title, 80), "", height, tuple(curves))
+            is_size = key == "world_size"
+            yield RunChart(
+                key, printable(title, 80), "ranks" if is_size else "", height, tuple(curves), from_zero=is_size
+            )
 
 
 def _points(run: ComparedRun) -> CurvePoints:
@@ -126,6 +138,11 @@ def _points(run: ComparedRun) -> CurvePoints:
 def _training_loss(run: ComparedRun) -> PointsAndValues:
     loss = column(run.record.ledger.steps, "loss")
     return _points(run), smooth(loss, smoothing_window(loss))
+
+
+def _recorded(name: str) -> Callable[[ComparedRun], PointsAndValues]:
+    """Return the function that returns the curve of a column of the ledger."""
+    return lambda run: (_points(run), column(run.record.ledger.steps, name))
 
 
 def _validation(run: ComparedRun) -> PointsAndValues:
