@@ -1,5 +1,6 @@
 """Command `undula bench`."""
 
+import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -140,7 +141,7 @@ def scaling(
         expected = {}
         if rates:
             expected = expected_rates(job, overrides, sizes, weak, measured_in(rates), script, project)
-    records, found, others = _measure(plan, warmup)
+    records, found, others, stopped = _measure(plan, warmup)
     crowded = sorted({size for size, record in records if is_oversubscribed(record)})
     facts = environment([record for _, record in records])
     report = scaling_of(loaded.spec.name, weak, steps, found, crowded, facts, others, expected)
@@ -154,19 +155,30 @@ def scaling(
     if page:  # after the report, which would be lost if the page cannot be written
         write_file(page, render_scaling(report, same, against).encode())
         click.echo(page, err=as_json)
+    if stopped is not None:
+        raise stopped
     return int(same is not None and same.difference is not None)
 
 
-def _measure(plan: "Bench", warmup: int) -> "tuple[list[tuple[int, RecordedRun]], list[Round], list[Round]]":
-    """Train, show the progress, and return the runs with their numbers of workers, their measurements, and those of the other program."""
+def _measure(
+    plan: "Bench", warmup: int
+) -> "tuple[list[tuple[int, RecordedRun]], list[Round], list[Round], BaseException | None]":
+    """Train, show the progress, and return the runs with their numbers of workers, their measurements, those of the other program, and the
+    error or Ctrl-C that ended the trainings early but after the first one of the job."""
+    from undula.errors import UndulaError
     from undula.report.data.run_record import read_run
     from undula.report.data.scaling import measured, of_other
-    from undula.report.render.scaling_text import round_line
+    from undula.report.render.scaling_text import left_text, load_warning, round_line
     from undula.telemetry.live import LiveScreen
     from undula.testing.scaling_runs import OtherSteps
 
     screen, is_terminal = LiveScreen(sys.stderr), sys.stderr.isatty()
-    records, found, others = [], [], []
+    records, found, others, wall_s = [], [], [], list[float]()
+    if plan.address is None and (warning := load_warning(os.getloadavg()[0], os.cpu_count() or 1)):
+        screen.show(warning)
+    screen.show(
+        f"{plan.count} trainings of {plan.steps} steps each, one after another, each of which starts for itself"
+    )
     try:
         for trained in plan.trainings(screen.show if is_terminal else lambda line: None):
             workers, number, steps = trained.workers, trained.number, trained.steps
@@ -177,10 +189,16 @@ def _measure(plan: "Bench", warmup: int) -> "tuple[list[tuple[int, RecordedRun]]
                 records.append((workers, read_run(steps)))
                 latest = measured(records[-1][1], workers, number, warmup)
                 found.append(latest)
-            screen.show(round_line(latest, plan.rounds, trained.wall_s))
+            wall_s.append(trained.wall_s)
+            screen.show(round_line(latest, plan.rounds, trained.wall_s) + left_text(wall_s, plan.count))
+    except (KeyboardInterrupt, UndulaError) as stopped:
+        if not found:
+            raise
+        screen.show(f"stopped after {len(wall_s)} of {plan.count} trainings, of which this is the report:")
+        return records, found, others, stopped
     finally:
         screen.close()
-    return records, found, others
+    return records, found, others, None
 
 
 def _options(

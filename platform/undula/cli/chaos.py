@@ -85,6 +85,7 @@ def chaos(
     from undula.report.data.certificate import certify, data_of
     from undula.report.data.run_record import read_run
     from undula.state.directory import JOB_FILE
+    from undula.telemetry.live import LiveScreen
     from undula.testing.chaos_job import load_chaos_job
     from undula.testing.scenario import from_faults, from_trace, run_scenario
 
@@ -100,11 +101,12 @@ def chaos(
     if store.exists(JOB_FILE):
         click.echo(f"chaos: replacing the run in {store.url}", file=log)
 
-    def show(line: str) -> None:
-        click.echo(line, file=log)
-
-    show("chaos: starting a local cluster ...")
-    outcome = run_scenario(scenario, loaded.command, loaded.folder, store, spec.workers.min, limit, show)
+    screen = LiveScreen(log)
+    screen.show("chaos: starting a local cluster ...")
+    try:
+        outcome = run_scenario(scenario, loaded.command, loaded.folder, store, spec.workers.min, limit, screen.show)
+    finally:
+        screen.close()
     if outcome.problem and not store.exists(JOB_FILE):
         click.echo(f"undula: {outcome.problem}", err=True)
         return 1

@@ -3,11 +3,13 @@
 import re
 import shutil
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any, TextIO
 
+from undula.state.events import StartEvent
 from undula.telemetry.messages import Line, Message, Status, clock
 
 INTERVAL_S = 1.0
@@ -39,9 +41,14 @@ class LiveScreen:
         self._rewrites = out.isatty()
         self._status: list[str] = []
         self._table: list[str] = []
+        self._lock = threading.Lock()
 
     def show(self, line: str) -> None:
-        """Print one line, or collect it if it belongs to a table."""
+        """Print one line, or collect it if it belongs to a table. Several threads may call this."""
+        with self._lock:
+            self._show(line)
+
+    def _show(self, line: str) -> None:
         if not self._rewrites:
             self._out.write(f"{line}\n")
         elif line.startswith(TABLE_TOP) or self._table:
@@ -83,6 +90,8 @@ def message_lines(messages: list[Message]) -> list[str]:
         elif isinstance(message, Line):
             lines.append(f"rank {message.rank}: {message.text}")
         else:
+            if isinstance(message, StartEvent):
+                last_status = None  # it has the former number of workers
             at = f"{time.strftime('%H:%M:%S', time.localtime(message.time))}  "
             names_step = not message.step or re.search(rf"\b{message.step}\b", message.message)
             lines.append(f"{at}{message.message}" + ("" if names_step else f" (step {message.step})"))

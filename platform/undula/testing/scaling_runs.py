@@ -86,6 +86,11 @@ class Bench:
         """Path or URL of the folder with the runs."""
         return f"{self.loaded.spec.run_url}-bench"
 
+    @property
+    def count(self) -> int:
+        """Number of trainings."""
+        return len(self.sizes) * self.rounds * (2 if self.against else 1)
+
     def global_batch(self, workers: int) -> int:
         return self.loaded.spec.plan.global_batch * (workers if self.is_weak else 1)
 

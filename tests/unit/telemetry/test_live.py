@@ -4,7 +4,7 @@ import io
 
 import pytest
 
-from undula.state.events import CrashEvent
+from undula.state.events import CrashEvent, StartEvent
 from undula.telemetry.live import LiveScreen, message_lines, status_line
 from undula.telemetry.messages import Line, Status, clock
 
@@ -33,6 +33,13 @@ def test_the_last_status_and_all_other_messages_are_shown() -> None:
     assert [line.split("  ")[-1] for line in lines[:2]] == [crash.message, "rank 1: hello"]
     assert lines[2].startswith("step   2/400")
     assert len(lines) == 3
+
+
+def test_a_status_of_the_former_group_is_not_shown_below_the_start_of_the_next_one() -> None:
+    start = StartEvent(1, 2, "the memory of a node", step=2, time=0)
+    (line,) = message_lines([status(1), start])
+    assert "with 1 worker" in line
+    assert message_lines([status(1), start, status(3)])[1].startswith("step   3/400")
 
 
 def test_lines_are_not_rewritten_outside_a_terminal() -> None:

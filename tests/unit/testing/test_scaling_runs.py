@@ -4,17 +4,24 @@ import json
 import re
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
+from click.testing import CliRunner
+from report_rows import step_of
 
+from undula.cli.bench import scaling
 from undula.config.job import load_spec
 from undula.errors import ClusterError, RunError, SpecError
+from undula.report.render.scaling_text import load_warning
+from undula.state.ledger import LedgerWriter
 from undula.state.processes import is_alive
-from undula.testing.scaling_runs import NEVER, Bench, OtherSteps, read_steps, turns
+from undula.storage import Store
+from undula.testing.scaling_runs import NEVER, Bench, OtherSteps, Trained, read_steps, turns
 
 JOB = Path(__file__).parents[3] / "jobs" / "language_model.yaml"
 
@@ -61,6 +68,39 @@ def test_what_cannot_be_measured_is_refused_before_the_first_run(
     with pytest.raises(SpecError) as refused:
         bench_of(overrides, **values).check()
     assert sentence in str(refused.value)
+
+
+@pytest.mark.parametrize("stop", [KeyboardInterrupt(), RunError("the run on 2 workers failed")])
+def test_what_was_measured_before_a_stop_is_reported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stop: BaseException
+) -> None:
+    store = Store(str(tmp_path / "run"))
+    store.write("job.json", b'{"name": "run", "total_steps": 3}')
+    with closing(LedgerWriter(store, 1)) as ledger:
+        for step in range(3):
+            ledger.step(step_of(step, world_size=1, loss=1.0, sample_digest=step, time=1.0 + step))
+
+    def trainings(self: Bench, show: Any) -> Iterator[Trained]:
+        yield Trained(1, 1, 30.0, store)
+        raise stop
+
+    monkeypatch.setattr(Bench, "trainings", trainings)
+    done = CliRunner().invoke(
+        scaling, [str(JOB), "--rounds", "1", "--steps", "2", "--warmup", "1", "--runs", str(tmp_path)]
+    )
+    assert "round 1 of 1, 1 worker: " in done.output
+    assert "30 s in all, about 30 s left" in done.output
+    assert "stopped after 1 of 2 trainings, of which this is the report:" in done.output
+    assert re.search(r"workers +samples/s", done.output)
+    assert done.exit_code == 1
+    assert isinstance(stop, KeyboardInterrupt) or done.exception is stop
+
+
+def test_a_busy_machine_is_named() -> None:
+    assert load_warning(0.3, 2) is None
+    assert str(load_warning(12.04, 2)).startswith(
+        "The load of this machine is 12.0 on 2 cores before the first training"
+    )
 
 
 def other(command: str, **values: Any) -> Bench:

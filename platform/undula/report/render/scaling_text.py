@@ -1,6 +1,7 @@
 """What `undula bench scaling` prints: tables of the sizes, and sentences that the page also has."""
 
 from collections.abc import Iterator, Mapping, Sequence
+from statistics import fmean
 
 from rich import box
 from rich.console import Console
@@ -14,6 +15,8 @@ from undula.report.text import DASH, counted, duration, number, printable
 
 UNSTEADY = 0.1
 """Relative difference between rounds above which a sentence warns."""
+BUSY = 0.25
+"""Load of a core before the first training from which on a sentence warns."""
 LEAST_SHARE = 0.0005
 """Smallest share that a sentence names."""
 
@@ -24,6 +27,22 @@ def round_line(found: Round, rounds: int, wall_s: float) -> str:
     return (
         f"round {found.number} of {rounds}, {workers_text([found.workers])}{other}: {number(found.samples_per_s)} samples/s, "
         f"{duration(wall_s)} in all"
+    )
+
+
+def left_text(wall_s: Sequence[float], count: int) -> str:
+    """Return how long the rest of so many trainings takes, after the seconds of those that have ended; nothing if none is left."""
+    left = count - len(wall_s)
+    return f", about {duration(left * fmean(wall_s))} left" if left else ""
+
+
+def load_warning(load: float, cores: int) -> str | None:
+    """Return the warning about other programs on this machine, given its load before the first training; None if they take little."""
+    if load < cores * BUSY:
+        return None
+    return (
+        f"The load of this machine is {load:.1f} on {counted(cores, 'core')} before the first training; the figures also depend on "
+        "other programs."
     )
 
 
