@@ -24,7 +24,7 @@ def make_model() -> nn.Module:
 
 
 def train(run: undula.Run) -> None:
-    run.dataset(Curve())
+    run.dataset(Curve(), name="curve 1")
     model = run.model(make_model())
     optimizer = torch.optim.AdamW(model.parameters(), lr=run.base_lr)
     run.optimizer(optimizer, CosineAnnealingLR(optimizer, T_max=run.plan.total_steps))
