@@ -16,7 +16,7 @@ from undula.errors import UndulaError
 from undula.report.data.curves import downsample, markers_of, smooth
 from undula.report.data.run_record import JobRecord, read_run
 from undula.report.data.summary import SECONDS_CLASSES, RunSummary, summarize, throughput, validations
-from undula.report.render.axes import nice_step, tick_text, ticks
+from undula.report.render.axes import linear_axis, nice_step, tick_text, ticks
 from undula.report.text import duration, number, printable
 from undula.state.events import (
     CheckpointEvent,
@@ -204,6 +204,15 @@ def test_ticks_lie_in_their_interval_and_are_few(low: float, span: float, about:
     placed = ticks(low, high, step)
     assert len(placed) <= about + 1
     assert all(low - step * 1e-6 <= tick <= high + step * 1e-6 for tick in placed)
+
+
+@given(st.floats(-1e6, 1e6), st.floats(1e-3, 1e6), st.integers(2, 10))
+def test_an_axis_has_two_ticks_at_least(low: float, span: float, about: int) -> None:
+    assert 2 <= len(linear_axis(low, low + span, about).ticks) <= 4 * about + 1
+
+
+def test_an_accuracy_of_nearly_the_whole_range_has_a_scale() -> None:
+    assert [label for _, label in linear_axis(0.05, 0.96, 4).ticks] == ["0.2", "0.4", "0.6", "0.8"]
 
 
 @pytest.mark.parametrize(

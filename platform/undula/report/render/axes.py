@@ -1,6 +1,7 @@
 """Axes of charts: their scale, and ticks at round values. Pure."""
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -40,8 +41,7 @@ class Axis:
 
 def linear_axis(low: float, high: float, about: int = 5, label: str = "") -> Axis:
     """Return a linear axis with about `about` ticks."""
-    step = nice_step(high - low, about)
-    return Axis(low, high, tuple((tick, tick_text(tick, step)) for tick in ticks(low, high, step)), label)
+    return Axis(low, high, tuple(labelled_ticks(low, high, about)), label)
 
 
 def log_axis(low: float, high: float, label: str = "", pad: float = 0.06) -> Axis:
@@ -62,6 +62,13 @@ def nice_step(span: float, about: int) -> float:
     raw = span / max(about, 1)
     power = 10.0 ** math.floor(math.log10(raw))
     return next(power * factor for factor in (1, 2, 5, 10) if power * factor >= raw * 0.999)
+
+
+def labelled_ticks(low: float, high: float, about: int) -> Iterator[tuple[float, str]]:
+    """Yield about `about` ticks in a range with their labels, and at least two, without which an axis has no scale."""
+    steps = (nice_step(high - low, about * times) for times in (1, 2, 4))
+    step = next(step for step in steps if len(ticks(low, high, step)) > 1)
+    yield from ((tick, tick_text(tick, step)) for tick in ticks(low, high, step))
 
 
 def ticks(low: float, high: float, step: float) -> list[float]:

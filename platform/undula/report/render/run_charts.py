@@ -21,7 +21,7 @@ from undula.report.data.curves import (
 )
 from undula.report.data.run_record import RecordedRun
 from undula.report.data.summary import Floats, column, throughput, without_nan
-from undula.report.render.axes import Axis, nice_step, tick_text, ticks
+from undula.report.render.axes import Axis, linear_axis, nice_step, tick_text, ticks
 from undula.report.render.chart import Chart, Key, Layer, Line, Points
 from undula.report.text import printable
 
@@ -90,10 +90,11 @@ class RunChart:
     def over(self, name: AxisName, axis: Axis, markers: Sequence[EventMarker] = ()) -> Chart:
         """Return the chart over an x axis, with the markers of events."""
         low, high = self._y_range()
-        step = nice_step(high - low, TARGET_TICKS[self.height])
         if self.unit == "ranks":  # ticks at whole ranks, and at least two of them
             step = math.ceil((high - low) / 4)
-        y = Axis(low, high, tuple((tick, tick_text(tick, step)) for tick in ticks(low, high, step)))
+            y = Axis(low, high, tuple((tick, tick_text(tick, step)) for tick in ticks(low, high, step)))
+        else:
+            y = linear_axis(low, high, TARGET_TICKS[self.height])
         shown = [(curve, layer) for curve in self.curves if (layer := curve.layer(name))]
         layers = [*_marker_lines(markers, name, y), *(layer for _, layer in shown)]
         keys = [curve.key() for curve, _ in shown] if len(shown) > 1 else ()
