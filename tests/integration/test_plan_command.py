@@ -1,8 +1,12 @@
 """Tests of `undula plan` with the main job."""
 
 import json
+import os
+import pty
+import re
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -34,7 +38,7 @@ def test_a_model_is_planned_by_its_size_alone() -> None:
     done = plan_size(
         "--gpu", "L4", "--gpu", "T4", "--optimizer", "sgd", "--steps", "9", "--global-batch", "32", "--json"
     )
-    assert done.returncode == 0, done.stderr
+    assert (done.returncode, done.stderr) == (0, "")
     found = json.loads(done.stdout)
     assert found["notes"][0].startswith(
         "A GPT with 951.6 k parameters: 2 layers, width 192, 3 heads, context 64, vocabulary 256, sgd"
@@ -50,6 +54,23 @@ def test_a_model_is_planned_by_its_size_alone() -> None:
     assert found["host"]["head"]["replicas"] == 3 * state
     fast = [each["compute"] for each in found["candidates"] if each["gpu"] == "T4" and each["samples"] > 1]
     assert set(fast) == {"fp16"}, "a T4 computes in bf16 no faster than in fp32"
+
+
+def test_a_terminal_shows_what_is_counted(tmp_path: Path) -> None:
+    terminal, screen = pty.openpty()
+    small = ("--parameters", "1e6", "--vocabulary", "256", "--context", "64", "--layers", "2", "--gpu", "L4")
+    command = [sys.executable, "-m", "undula.cli", "plan", *small, "--workers", "1"]
+    with (tmp_path / "out").open("w") as out:
+        process = subprocess.Popen(command, stdout=out, stderr=screen, env={**os.environ, "TERM": "xterm"})
+    os.close(screen)
+    shown = b""
+    with suppress(OSError):  # at the end
+        while part := os.read(terminal, 4096):
+            shown += part
+    assert process.wait() == 0
+    assert b"running gpt_job.py up to its steps ..." in shown
+    assert re.search(rb"counting bf16, \d of 8 settings \.\.\.", shown)
+    assert "counting" not in (tmp_path / "out").read_text()
 
 
 def test_a_sharded_model_is_planned_with_what_each_worker_holds() -> None:
@@ -70,7 +91,8 @@ def test_a_sharded_model_is_planned_with_what_each_worker_holds() -> None:
 
 def test_tokens_per_second_are_shown_and_can_be_a_target_and_a_page_is_written(tmp_path: Path) -> None:
     page = tmp_path / "plan.html"
-    done = plan_size("--global-batch", "32", "--gpu", "L4", "--target", "tokens/s=1e12", "--page", str(page))
+    long = ("--global-batch", "32", "--steps", "1000000")
+    done = plan_size(*long, "--gpu", "L4", "--target", "tokens/s=1e12", "--page", str(page))
     assert done.returncode == 0, done.stderr
     assert " tok/s " in done.stdout
     assert "a host with 1 of 2 workers holds about" in " ".join(done.stdout.split())

@@ -1,5 +1,6 @@
 """Command `undula plan`."""
 
+import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -101,24 +102,28 @@ def plan(
       undula plan jobs/language_model.yaml --gpu L4 --gpu A10G --workers 1,2,4
       undula plan jobs/language_model.yaml --gpu L4 --target dollars=200 --apply cheap.yaml
     """
+    from rich.console import Console
+
     from undula.cluster.prices import load_prices
     from undula.driver.plan_job import measured_in, plan_job, target_of
 
     wanted, counts = target_of(target) if target else None, positive_numbers(workers, "--workers")
     job, overrides, notes = job_or_model(arguments, size, counts, {"--script": script, "--apply": copy})
     measured = measured_in(rates) if rates else None
-    planned = plan_job(
-        job,
-        overrides,
-        gpus or (() if measured else DEFAULT_GPUS),
-        counts,
-        (latency_ms / 1e3, gbit * 1e9 / 8),
-        load_prices(prices),
-        interruptions,
-        script,
-        project,
-        measured,
-    )
+    with Console(file=sys.stderr, quiet=as_json).status("") as line:
+        planned = plan_job(
+            job,
+            overrides,
+            gpus or (() if measured else DEFAULT_GPUS),
+            counts,
+            (latency_ms / 1e3, gbit * 1e9 / 8),
+            load_prices(prices),
+            interruptions,
+            script,
+            project,
+            measured,
+            line.update,
+        )
     _print(planned, notes, planned.choice(wanted), target, as_json)
     if page is not None:
         from undula.driver.plan_page import Conditions, write_page
@@ -136,15 +141,13 @@ def _print(planned: "Planned", notes: Sequence[str], choice: Any, target: str | 
     from undula.driver.plan_table import print_plan
 
     if as_json:
-        tree = {"state": asdict(planned.counted.state), "candidates": [_tree(each) for each in planned.candidates]}
+        counted, candidates = planned.counted, [_tree(each) for each in planned.candidates]
+        tree = {"state": asdict(counted.state), "candidates": candidates, "left_out": dict(counted.left_out)}
         higher = planned.higher and {"stage": planned.higher.stage, **_tree(planned.higher.candidate)}
         chosen = None if choice is None else _tree(choice)
         print_json({"notes": notes, **tree, "host": host_tree(planned), "choice": chosen, "higher_stage": higher})
         return
-    for note in notes:
-        click.echo(note)
-    hosts = host_sentences(planned, choice)
-    print_plan(planned.candidates, planned.own, planned.counted.is_fake, choice, hosts, planned.higher)
+    print_plan(planned, choice, notes, host_sentences(planned, choice))
     if choice is None and target:
         click.echo(f"No configuration that fits meets --target {target}.")
 

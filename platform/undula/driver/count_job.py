@@ -1,7 +1,9 @@
 """Count of a job's memory and computation: in the process of its script, and as the request of a command to such a process."""
 
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 
 from pydantic import TypeAdapter
@@ -9,7 +11,7 @@ from pydantic import TypeAdapter
 from undula.config.job import JobSpec, LoadedSpec
 from undula.data.stored.mixture import Mixture, StoredData
 from undula.data.stored.reads import WindowReads
-from undula.driver.count_process import received, send
+from undula.driver.count_process import Told, received, send, show_progress
 from undula.driver.preflight import check_job, examine
 from undula.driver.print_job import failure_of, run_for_output
 from undula.driver.record import job_of
@@ -20,7 +22,7 @@ from undula.plan.memory import PassCount, StateCount, extrapolated
 from undula.plan.plan import Plan
 from undula.plan.precision import Compute
 from undula.train.dry_run.count import count
-from undula.train.dry_run.counting import Setting
+from undula.train.dry_run.counting import PROGRESS, Setting
 from undula.train.run import Run
 
 _OTHERWISE = {
@@ -53,6 +55,8 @@ class JobCount:
     """Number of tokens of each sample; None if it is not known."""
     data: DataCount = NO_DATA
     """What a worker needs on its host to read the data."""
+    left_out: Mapping[str, str] = field(default_factory=dict)
+    """Error of each setting that the model cannot have, by its override."""
 
 
 def print_count(loaded: LoadedSpec, train: Callable[[Run], None]) -> None:
@@ -69,20 +73,29 @@ def print_count(loaded: LoadedSpec, train: Callable[[Run], None]) -> None:
     stored = check_job(loaded)
     examined = examine(train, loaded, stored)
     job = job_of(loaded, "", script_data=examined.script_data)
+    PROGRESS.setLevel(logging.DEBUG)
+    PROGRESS.addHandler(Told())
     counted = count(train, job, _asked(loaded.spec))
     spec = TypeAdapter(JobSpec).validate_python({**loaded.tree(), "config": {}})
     data = data_count(stored, examined.plan, loaded.spec) if stored else counted.data
     steps = examined.plan.total_steps
-    send(JobCount(spec, counted.state, counted.passes, counted.is_fake, steps, counted.tokens, data))
+    send(JobCount(spec, counted.state, counted.passes, counted.is_fake, steps, counted.tokens, data, counted.left_out))
 
 
-def counted_by_script(script: Path, job: Path, overrides: Sequence[str], project: Path | None = None) -> JobCount:
-    """Let the script of a job count it, in a process of its own.
+def counted_by_script(
+    script: Path,
+    job: Path,
+    overrides: Sequence[str],
+    project: Path | None = None,
+    show: Callable[[str], None] = lambda text: None,
+) -> JobCount:
+    """Let the script of a job count it, in a process of its own. `show` is called with what the process does.
 
     Raises:
         SpecError: The job is invalid, or the script cannot be run on this machine.
     """
-    done = run_for_output(script, job, ["--count"], overrides, project)
+    show(f"running {script.name} up to its steps ...")
+    done = run_for_output(script, job, ["--count"], overrides, project, partial(show_progress, show))
     counted: JobCount | None = received(done.stdout)
     if done.returncode or counted is None:
         raise failure_of(done, f"{script} cannot be counted, because it failed")

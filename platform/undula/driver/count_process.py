@@ -37,6 +37,8 @@ _LOG = logging.getLogger("undula")
 _UNKNOWN = "the memory of a step is not known in advance: %s"
 MARK = "undula count: "
 """Beginning of the line of a process's output that has its result."""
+PROGRESS_MARK = "undula counts: "
+"""Beginning of a line that says what the process does."""
 
 
 @contextmanager
@@ -106,6 +108,19 @@ def _result(process: "subprocess.Popen[bytes]", output: IO[bytes], deadline: flo
 def send(result: object) -> None:
     """Print the result of this process for the one that has started it."""
     print(f"\n{MARK}{base64.b64encode(pickle.dumps(result)).decode()}", file=sys.__stdout__, flush=True)
+
+
+class Told(logging.Handler):
+    """Handler that prints what this process does for the one that has started it."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        print(f"\n{PROGRESS_MARK}{record.getMessage()}", file=sys.__stdout__, flush=True)
+
+
+def show_progress(show: Callable[[str], None], line: str) -> None:
+    """Show a line of a process's output if it says what the process does."""
+    if line.startswith(PROGRESS_MARK):
+        show(line.removeprefix(PROGRESS_MARK).rstrip())
 
 
 def received(output: str) -> Any:

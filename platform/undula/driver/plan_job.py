@@ -1,7 +1,7 @@
 """Plan of a job before GPUs are rented: what its script counts, put together with kinds of GPUs, numbers of workers and prices."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -117,6 +117,7 @@ def plan_job(
     script: Path | None = None,
     project: Path | None = None,
     measured: MeasuredRates | None = None,
+    show: Callable[[str], None] = lambda text: None,
 ) -> Planned:
     """Return the configurations in which a job could train.
 
@@ -131,6 +132,7 @@ def plan_job(
         script: Script of the job, unless it lies beside the YAML.
         project: Folder in which packages lie that the script imports.
         measured: Rates of a worker that were measured, which then is a kind of GPU as well, with its own link.
+        show: Function that is called with what is going on whenever that changes.
 
     Raises:
         SpecError: The job is invalid, or its script cannot be run on this machine.
@@ -139,7 +141,8 @@ def plan_job(
     offers = [_offer(_gpu(name), prices) for name in gpus]
     if measured:
         offers.append(Offer(_measured_gpu(measured), "", None, None, measured.link))
-    counted = counted_by_script(script_of(job, script), job, given, project)
+    counted_with = partial(counted_by_script, script_of(job, script), job, project=project, show=show)
+    counted = counted_with(given)
     spec = counted.spec
     most = spec.plan.virtual_workers
     if not (sensible := [count for count in workers if count <= most]):
@@ -161,9 +164,7 @@ def plan_job(
     found, higher, own_stage = found_with(counted, spec.sharding.stage), None, spec.sharding.stage
     if not any(each.fits for each in found):
         with suppress(SpecError):  # the model cannot be sharded
-            sharded = (
-                counted if own_stage else counted_by_script(script_of(job, script), job, [*given, SHARDED], project)
-            )
+            sharded = counted if own_stage else counted_with([*given, SHARDED])
             for stage in range(3, own_stage, -1):
                 if best := fastest(found_with(sharded, stage)):
                     higher = Higher(stage, best, own)
@@ -270,7 +271,10 @@ def _is_sensible(candidate: Candidate[Setting]) -> bool:
 def _gpu(name: str) -> Gpu:
     if gpu := GPUS.get(name.upper()):
         return gpu
-    raise SpecError(f"command line: --gpu {name} is not known; give one of {', '.join(GPUS)}")
+    raise SpecError(
+        f"command line: --gpu {name} is not known; give one of {', '.join(GPUS)}, or --rates FILE with what `undula doctor --measure FILE` "
+        "has measured on it"
+    )
 
 
 def _measured_gpu(measured: MeasuredRates) -> Gpu:

@@ -9,19 +9,19 @@ import numpy as np
 from undula.driver.plan_host import host_sentences
 from undula.driver.plan_job import Planned
 from undula.driver.plan_model import count_text
-from undula.driver.plan_reasons import name_of, price_text, reasons, setting_text
+from undula.driver.plan_reasons import name_of, reasons, setting_text
 from undula.driver.plan_table import (
     COLUMNS,
     by_gpu,
-    cells_of,
+    dollars_text,
     gib_text,
     hours_text,
-    marks_of,
     rate_text,
+    rows_of,
     seconds_text,
     sentences,
-    shown_of,
     text_of_none,
+    text_of_small,
 )
 from undula.plan.candidates import (
     LAUNCH_S,
@@ -32,6 +32,7 @@ from undula.plan.candidates import (
     Target,
     cheapest,
     fastest,
+    prices_of,
 )
 from undula.plan.gpus import CONTEXT_BYTES, GIB, MARGIN
 from undula.report.render.axes import Axis, log_axis
@@ -61,6 +62,8 @@ SECONDS = {
     "data": ("waiting for data", ("#cf8a1d", "#dda449")),
 }
 """Parts of a step's duration with their labels and their colours."""
+LEAST_SPAN = 4
+"""Least ratio of the ends of an axis, so that small differences look small."""
 OTHERS = ("buffers", "others", "batch")
 """Parts of the memory that are small, and shown as one."""
 
@@ -130,9 +133,11 @@ def render_plan(
         "tiles": _tiles(planned, choice),
         "reasons": [*reasons(found, target, choice)] or [("", text_of_none(planned.higher))],
         "missed": target is not None and choice is None,
-        "sentences": [*sentences(found, planned.own, planned.counted.is_fake)],
+        "sentences": [*filter(None, [text_of_small(planned)]), *sentences(planned)],
         "head": ["", *COLUMNS[1:6], "tokens/s" if planned.counted.tokens else "samples/s", *COLUMNS[7:]],
-        "rows": _rows(planned, choice),
+        "rows": sorted(
+            rows_of(planned, choice), key=lambda row: not set("CF*") & set(row[0])
+        ),  # the best ones come first
         "memory": [(gpu, _memory_bars(bars)) for gpu, bars in groups.items()],
         "hosts": [*host_sentences(planned, choice)],
         "memory_keys": [(f"m-{part}", label) for part, (label, _) in MEMORY.items()],
@@ -166,29 +171,30 @@ def _assumptions(conditions: Conditions) -> str:
 
 def _tiles(planned: Planned, choice: Candidate[Setting] | None) -> list[Tile]:
     found, state = planned.candidates, planned.counted.state
-    cheap, fast = cheapest(found), fastest(found)
-    return [
-        Tile(
-            "parameters",
-            count_text(state.parameters),
-            f"{gib_text(state.parameter_bytes + state.optimizer_bytes)} with the optimizer",
-        ),
-        Tile("cheapest", price_text(cheap).split()[0] if cheap else DASH, name_of(cheap) if cheap else "none fits"),
-        Tile("fastest", hours_text(fast.hours) if fast else DASH, name_of(fast) if fast else "none fits"),
-        Tile(
-            "choice",
-            price_text(choice).split()[0] if choice else DASH,
-            f"{hours_text(choice.hours)}, {name_of(choice)}" if choice else "none meets the target",
-        ),
-    ]
+    size = f"{gib_text(state.parameter_bytes + state.optimizer_bytes)} with the optimizer"
+    best = {"cheapest": cheapest(found), "fastest": fastest(found), "choice": choice}
+    return [Tile("parameters", count_text(state.parameters), size), *(_tile(*each) for each in _by_candidate(best))]
 
 
-def _rows(planned: Planned, choice: Candidate[Setting] | None) -> list[tuple[str, tuple[str, ...], bool]]:
-    """Return the rows of the table: marks, cells, and whether the configuration fits. The best ones come first."""
-    found = planned.candidates
-    marks = marks_of(found, planned.own, choice)
-    shown = sorted(shown_of(found, planned.own, choice), key=lambda each: not set("CF*") & set(marks[id(each)]))
-    return [(marks[id(each)], cells_of(each), each.fits) for each in shown]
+def _tile(roles: Sequence[str], candidate: Candidate[Setting] | None) -> Tile:
+    """Return the tile of a configuration with its price, or its time if that is what it stands for."""
+    label = ", ".join(roles)
+    if candidate is None:
+        return Tile(label, DASH, "none meets the target" if label == "choice" else "none fits")
+    price, time = min(prices_of(candidate), default=None), hours_text(candidate.hours)
+    if price is None or label == "fastest":
+        return Tile(label, time, name_of(candidate))
+    return Tile(label, dollars_text(price), f"{time}, {name_of(candidate)}")
+
+
+def _by_candidate(
+    roles: Mapping[str, Candidate[Setting] | None],
+) -> list[tuple[list[str], Candidate[Setting] | None]]:
+    """Return the configurations that have roles, each with all of its roles."""
+    named: dict[int, tuple[list[str], Candidate[Setting] | None]] = {}
+    for role, each in roles.items():
+        named.setdefault(id(each), ([], each))[0].append(role)
+    return [*named.values()]
 
 
 def _bars_of(planned: Planned, group: Sequence[Candidate[Setting]]) -> list[tuple[str, Candidate[Setting]]]:
@@ -207,11 +213,7 @@ def _bars_of(planned: Planned, group: Sequence[Candidate[Setting]]) -> list[tupl
         "cheapest": cheapest(group),
         "fastest": fastest(group),
     }
-    named: dict[int, tuple[list[str], Candidate[Setting]]] = {}
-    for role, each in roles.items():
-        if each is not None:
-            named.setdefault(id(each), ([], each))[0].append(role)
-    return [(", ".join(names), each) for names, each in named.values()]
+    return [(", ".join(names), each) for names, each in _by_candidate(roles) if each is not None]
 
 
 def _memory_bars(bars: Sequence[tuple[str, Candidate[Setting]]]) -> list[StackedBar]:
@@ -278,8 +280,18 @@ def _charts(planned: Planned) -> Iterator[Chart]:
         counts[0] / pad, counts[-1] * pad, tuple((float(count), str(count)) for count in counts), "workers", is_log=True
     )
     for key, title, note, curves in (
-        ("speed", "Speed", f"{unit} per second of the fastest configuration that fits", speeds),
-        ("cost", "Cost of the run", "US dollars of the cheapest configuration that fits", costs),
+        (
+            "speed",
+            "Speed",
+            f"{unit} per second of the fastest configuration that fits; both axes are logarithmic",
+            speeds,
+        ),
+        (
+            "cost",
+            "Cost of the run",
+            "US dollars of the cheapest configuration that fits; both axes are logarithmic",
+            costs,
+        ),
     ):
         values = [value for ys in curves.values() for value in ys if np.isfinite(value)]
         if not values:
@@ -295,7 +307,7 @@ def _charts(planned: Planned) -> Iterator[Chart]:
         text = (
             rate_text if key == "speed" else (lambda dollars: f"${dollars:,.0f}" if dollars >= 10 else f"${dollars:g}")
         )
-        y = log_axis(min(values), max(values), pad=0.08)
+        y = log_axis(min(*values, max(values) / LEAST_SPAN), max(values), pad=0.08)
         labelled = Axis(y.low, y.high, tuple((tick, text(tick)) for tick, _ in y.ticks), is_log=True)
         yield Chart(x, labelled, layers, keys, key=key, title=title, note=note)
 
@@ -315,5 +327,4 @@ def _speed(best: Candidate[Setting] | None) -> float:
 
 
 def _cost(best: Candidate[Setting] | None) -> float:
-    prices = [] if best is None else [price for price in (best.dollars, best.spot_dollars) if price is not None]
-    return min(prices, default=float("nan"))
+    return min([] if best is None else prices_of(best), default=float("nan"))

@@ -7,7 +7,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from undula.driver.plan_job import Higher, overrides_of
+from undula.driver.plan_job import Higher, Planned, overrides_of
 from undula.plan.candidates import Candidate, cheapest, fastest
 from undula.plan.gpus import GIB
 from undula.report.text import DASH, counted
@@ -19,47 +19,59 @@ LEGEND = (
     "micro-batch; GiB needed and there; smp/s samples or tok/s tokens per second; time and cost of the whole run, on demand and on spot "
     "nodes"
 )
+HIGHER_LEGEND = "; S what fits with a higher stage of sharding"
+UNPRICED_LEGEND = f"; {DASH} no price is known, give --prices"
 NONE_FITS = "No configuration fits; give --gpu a kind with more memory, or lower plan.virtual_workers."
 Found = Sequence[Candidate[Setting]]
 """Configurations of a job."""
 
 
 def print_plan(
-    found: Found,
-    own: Setting,
-    is_fake: bool,
+    planned: Planned,
     choice: Candidate[Setting] | None,
+    notes: Iterable[str] = (),
     about_hosts: Iterable[str] = (),
-    higher: Higher | None = None,
     console: Console | None = None,
 ) -> None:
     """Print for each kind of GPU and number of workers the fastest configuration that fits, and that of the job's YAML.
 
     Args:
-        found: All configurations.
-        own: Setting of the YAML.
-        is_fake: Whether they were counted without values.
+        planned: The plan.
         choice: Configuration that meets the user's target; None if none does.
+        notes: Sentences about what was taken for the size of a model.
         about_hosts: Sentences about the memory of the hosts.
-        higher: What fits with a higher stage of sharding, if nothing fits as the job is.
         console: Console of the output.
     """
     console = console or Console()
-    marks = marks_of(found, own, choice)
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
-    has_tokens = all(candidate.tokens_per_s for candidate in found)
-    for name in COLUMNS:
-        name = "tok/s" if name == "smp/s" and has_tokens else name
-        table.add_column(name, justify="left" if name in ("", "GPU", "setting") else "right", no_wrap=True)
-    for candidate in shown_of(found, own, choice):
-        style = "" if candidate.fits else "dim"
-        table.add_row(*(Text(cell, style) for cell in (marks.get(id(candidate), ""), *cells_of(candidate))))
-    console.print(table)
-    console.print(LEGEND, highlight=False)
-    for sentence in (*sentences(found, own, is_fake), *about_hosts):
+    for note in notes:
+        console.print(note, highlight=False)
+    if (text := text_of_small(planned)) is None:
+        table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
+        has_tokens = all(candidate.tokens_per_s for candidate in planned.candidates)
+        for name in COLUMNS:
+            name = "tok/s" if name == "smp/s" and has_tokens else name
+            table.add_column(name, justify="left" if name in ("", "GPU", "setting") else "right", no_wrap=True)
+        rows = [*rows_of(planned, choice)]
+        for marks, cells, fits in rows:
+            table.add_row(*(Text(cell, "" if fits else "dim") for cell in (marks, *cells)))
+        console.print(table)
+        text = LEGEND + HIGHER_LEGEND * (planned.higher is not None)
+        text += UNPRICED_LEGEND * any(DASH in cells for _, cells, _ in rows)
+    for sentence in (text, *sentences(planned), *about_hosts):
         console.print(sentence, highlight=False)
-    if not any(candidate.fits for candidate in found):
-        console.print(text_of_none(higher), highlight=False)
+    if not any(candidate.fits for candidate in planned.candidates):
+        console.print(text_of_none(planned.higher), highlight=False)
+
+
+def text_of_small(planned: Planned) -> str | None:
+    """Return the sentence about a job that each kind of GPU on which it fits trains in less than a minute; None if it is none."""
+    best = [each for group in by_gpu(planned.candidates).values() if (each := fastest(group))]
+    if not best or (longest := max(best, key=lambda each: each.hours)).hours >= 1 / 60:
+        return None
+    return (
+        f"The job is too small for kinds of GPUs and numbers of workers to differ: it takes about {hours_text(longest.hours)} and "
+        f"{gib_text(longest.needed_bytes)} of a GPU's memory, so one worker is enough."
+    )
 
 
 def text_of_none(higher: Higher | None) -> str:
@@ -74,8 +86,11 @@ def text_of_none(higher: Higher | None) -> str:
     )
 
 
-def sentences(found: Found, own: Setting, is_fake: bool) -> Iterator[str]:
+def sentences(planned: Planned) -> Iterator[str]:
     """Yield what the user should know about the table, in sentences."""
+    found, own = planned.candidates, planned.own
+    for override, error in planned.counted.left_out.items():
+        yield f"{override} is left out, because the model failed with it ({error})."
     for name, group in by_gpu([each for each in found if each.setting == own]).items():
         least = min(group, key=lambda each: each.needed_bytes)
         if least.fits:
@@ -89,32 +104,29 @@ def sentences(found: Found, own: Setting, is_fake: bool) -> Iterator[str]:
         yield f"{text}."
     if own.activations.offload:
         yield "What activations.offload moves to the host is counted as if it stayed on the GPU, which needs less than the table says."
-    if not is_fake:
+    if not planned.counted.is_fake:
         yield (
             "The script needs values of tensors, or has a layer whose fake results lack a size, so a few samples ran through the model on "
             "this machine, and larger micro-batches are extrapolated."
         )
 
 
-def marks_of(found: Found, own: Setting, choice: Candidate[Setting] | None) -> dict[int, str]:
-    """Return the letters that mark configurations, by their identity."""
+def rows_of(planned: Planned, choice: Candidate[Setting] | None) -> Iterator[tuple[str, tuple[str, ...], bool]]:
+    """Yield the rows of the table: the letters that mark a configuration, its cells, and whether it fits."""
+    found, own = planned.candidates, planned.own
     cheap, fast = cheapest(found), fastest(found)
-    return {
-        id(each): "Y" * (each.setting == own) + "C" * (each is cheap) + "F" * (each is fast) + "*" * (each is choice)
-        for each in found
-    }
-
-
-def shown_of(found: Found, own: Setting, choice: Candidate[Setting] | None) -> list[Candidate[Setting]]:
-    """Return the configurations that are shown, in the order of the table."""
     best: dict[tuple[str, int], Candidate[Setting]] = {}
     for each in found:
         key = (each.offer.gpu.title, each.workers)
         if each.fits and (key not in best or each.hours < best[key].hours):
             best[key] = each
-    wanted = [*best.values(), cheapest(found), fastest(found), choice]
-    shown = {id(each) for each in wanted if each is not None}
-    return [each for each in found if id(each) in shown or each.setting == own]
+    shown = {id(each) for each in (*best.values(), cheap, fast, choice)}
+    for each in found:
+        if id(each) in shown or each.setting == own:
+            marks = "Y" * (each.setting == own) + "C" * (each is cheap) + "F" * (each is fast) + "*" * (each is choice)
+            yield marks, _cells_of(each), each.fits
+    if higher := planned.higher:
+        yield "S", _cells_of(higher.candidate, f"stage {higher.stage} "), True
 
 
 def by_gpu(candidates: Sequence[Candidate[Setting]]) -> dict[str, list[Candidate[Setting]]]:
@@ -125,14 +137,14 @@ def by_gpu(candidates: Sequence[Candidate[Setting]]) -> dict[str, list[Candidate
     return groups
 
 
-def cells_of(candidate: Candidate[Setting]) -> tuple[str, ...]:
-    """Return the cells of a row, one for each of COLUMNS after the marks."""
+def _cells_of(candidate: Candidate[Setting], stage: str = "") -> tuple[str, ...]:
+    """Return the cells of a row, one for each of COLUMNS after the marks. `stage` is a stage of sharding that is not the job's own."""
     setting = candidate.setting
     keep = setting.activations.keep + ("+offload" if setting.activations.offload else "")
     return (
         candidate.offer.gpu.title.removesuffix(" GB"),
         str(candidate.workers),
-        f"{setting.compute} {keep} {candidate.samples}",
+        f"{stage}{setting.compute} {keep} {candidate.samples}",
         f"{candidate.needed_bytes / GIB:.1f}/{candidate.room_bytes / GIB:.0f}",
         seconds_text(candidate.step.total),
         rate_text(candidate.tokens_per_s or candidate.samples_per_s),
@@ -158,7 +170,9 @@ def seconds_text(seconds: float) -> str:
 
 
 def hours_text(hours: float) -> str:
-    """Return the duration of a run, such as `12 min`, `41.9 h`, `162 h` or `75 d`."""
+    """Return the duration of a run, such as `0.4 s`, `12 min`, `41.9 h`, `162 h` or `75 d`."""
+    if hours < 1 / 60:
+        return f"{hours * 3600:.2g} s"
     if hours < 1:
         return f"{hours * 60:.0f} min"
     return f"{hours:.1f} h" if hours < 100 else f"{hours:.0f} h" if hours < 1000 else f"{hours / 24:,.0f} d"

@@ -3,8 +3,10 @@
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from subprocess import PIPE
+from tempfile import TemporaryFile
 
 from undula.config.environment import OVERRIDES, without_secrets
 from undula.driver.project import importable, project_modules
@@ -24,15 +26,34 @@ def printed_by_script(script: Path, job: Path, overrides: Sequence[str], project
 
 
 def run_for_output(
-    script: Path, job: Path, options: Sequence[str], overrides: Sequence[str], project: Path | None
+    script: Path,
+    job: Path,
+    options: Sequence[str],
+    overrides: Sequence[str],
+    project: Path | None,
+    see: Callable[[str], None] = lambda line: None,
 ) -> "subprocess.CompletedProcess[str]":
-    """Run a job's script in a process of its own, and return the process with its output when it has ended."""
+    """Run a job's script in a process of its own, and return the process with its output when it has ended.
+
+    `see` is called with each line of its output as soon as it is there.
+    """
     shown, private = without_secrets(overrides)
     file = str(job.absolute())  # the driver goes to the folder of the script
     command = [sys.executable, "-m", "undula.driver", str(script), "--config", file, *options, *shown]
     with importable(project_modules(script, project)) as path:
         env = {**os.environ, **path, OVERRIDES: private.get(OVERRIDES, "[]")}
-        return subprocess.run(command, env=env, capture_output=True, text=True)
+        with (
+            TemporaryFile("w+") as errors,
+            subprocess.Popen(command, env=env, stdout=PIPE, stderr=errors, text=True) as process,
+        ):
+            lines = []
+            assert process.stdout is not None
+            for line in process.stdout:
+                lines.append(line)
+                see(line)
+            process.wait()
+            errors.seek(0)
+            return subprocess.CompletedProcess(command, process.returncode, "".join(lines), errors.read())
 
 
 def failure_of(done: "subprocess.CompletedProcess[str]", what: str) -> SpecError:

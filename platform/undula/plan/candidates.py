@@ -189,7 +189,7 @@ def _candidate(
 
 def cheapest(found: Sequence[Candidate[Setting]]) -> Candidate[Setting] | None:
     """Return the configuration that fits and costs least; None if none fits or has a price."""
-    priced = [(min(prices), each) for each in found if each.fits and (prices := _prices(each))]
+    priced = [(min(prices), each) for each in found if each.fits and (prices := prices_of(each))]
     return min(priced, key=lambda pair: (pair[0], pair[1].hours), default=(0.0, None))[1]
 
 
@@ -197,7 +197,7 @@ def fastest(found: Sequence[Candidate[Setting]]) -> Candidate[Setting] | None:
     """Return the configuration that fits and takes least time, of equal ones that which costs least; None if none fits."""
     return min(
         (each for each in found if each.fits),
-        key=lambda each: (round(each.hours, 6), min(_prices(each), default=0.0)),
+        key=lambda each: (round(each.hours, 6), min(prices_of(each), default=0.0)),
         default=None,
     )
 
@@ -215,7 +215,7 @@ class Target:
             case "hours":
                 return candidate.hours <= self.limit
             case "dollars":
-                return min(_prices(candidate), default=inf) <= self.limit
+                return min(prices_of(candidate), default=inf) <= self.limit
             case "samples/s":
                 return candidate.samples_per_s >= self.limit
             case "tokens/s":
@@ -232,5 +232,6 @@ def chosen(found: Sequence[Candidate[Setting]], target: Target | None) -> Candid
     return cheapest(meeting) or fastest(meeting)  # a worker that was measured has no price
 
 
-def _prices(candidate: Candidate[Setting]) -> list[float]:
+def prices_of(candidate: Candidate[Setting]) -> list[float]:
+    """Return the known prices of a run in US dollars."""
     return [price for price in (candidate.dollars, candidate.spot_dollars) if price is not None]

@@ -14,7 +14,7 @@ from undula.driver.plan_host import host_sentences, host_tree, load_of
 from undula.driver.plan_job import Planned
 from undula.driver.plan_page import Conditions, render_plan
 from undula.driver.plan_reasons import reasons
-from undula.driver.plan_table import NONE_FITS
+from undula.driver.plan_table import NONE_FITS, hours_text
 from undula.parallel.spec import ActivationsSpec
 from undula.plan.candidates import Kind, Offer, Target, Workload, candidates, chosen
 from undula.plan.gpus import GPUS
@@ -58,6 +58,21 @@ def test_the_page_says_what_the_job_is_and_what_is_assumed() -> None:
     assert "268.4 M parameters, 16 samples per step on 4 virtual workers, 100,000 steps" in html
     assert "10 Gbit/s and 0.1 ms between two workers; a spot worker is taken 0.05 times an hour" in html
     assert_policy_allows_only(html, "style")
+
+
+def test_a_tile_stands_for_all_that_its_configuration_is() -> None:
+    def tiles(html: str) -> list[tuple[str, ...]]:
+        return re.findall(r"<dt>([^<]*)</dt><dd>([^<]*)</dd>", html)[1:]
+
+    cheap, fast = FOUND[0:1], FOUND[-1:]
+    assert [label for label, _ in tiles(page_with())] == ["cheapest, choice", "fastest"]
+    price, time = (value for _, value in tiles(page_with()))
+    assert (price[0], time) == ("$", "2.1 h")
+    assert [*tiles(page_with(Target("hours", 1.0)))[-1]] == ["choice", "–"]
+    unpriced = replace(PLANNED, candidates=(replace(fast[0], offer=Offer(GPUS["H100"], "own", None, None)),))
+    found = tiles(render_plan(unpriced, "job", (), None, CONDITIONS))
+    assert found == [("cheapest", "–"), ("fastest, choice", hours_text(fast[0].hours))]
+    assert not cheap[0].fits
 
 
 def test_bars_add_up_to_what_is_needed_and_the_line_is_the_memory_of_the_gpu() -> None:
@@ -158,6 +173,9 @@ def test_the_page_fits_its_window_and_draws_a_line_for_each_gpu(
         opened.assert_fits_and_is_quiet()
         assert opened.page.locator("#speed .plot .curve").count() == 2
         assert opened.page.locator("#cost .plot .glyph").count() == 6
+        assert "logarithmic" in opened.page.locator("#speed").inner_text()
+        table = opened.page.locator(".card.scroll").first
+        assert table.evaluate("each => each.scrollHeight <= each.clientHeight"), "all rows are visible"
         box = opened.page.locator(".stack svg").first.bounding_box()
         assert box
         assert box["width"] > 250

@@ -1,7 +1,8 @@
 """Tests of a plan's answers to targets."""
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 from jobs_kit import LANGUAGE_MODEL
+from rich.console import Console
 
 import undula.driver.plan_job as plan_job_module
 from undula.cluster.prices import load_prices
@@ -18,12 +20,15 @@ from undula.data.spec import DataSpec
 from undula.data.stored.mixture import Mixture
 from undula.driver.count_job import JobCount, data_count
 from undula.driver.plan_job import SHARDED, Planned, plan_job, target_of
-from undula.driver.plan_table import dollars_text, hours_text, rate_text, text_of_none
+from undula.driver.plan_table import dollars_text, hours_text, print_plan, rate_text, text_of_none
 from undula.errors import SpecError
 from undula.parallel.spec import ActivationsSpec
+from undula.plan.candidates import Candidate, Offer
+from undula.plan.gpus import GPUS
 from undula.plan.host_memory import DataCount
-from undula.plan.memory import PassCount, StateCount
+from undula.plan.memory import Parts, PassCount, StateCount
 from undula.plan.plan import Plan, PlanSpec
+from undula.plan.step_time import StepSeconds
 from undula.plan.unit_pass import Mark, SplitTensor, UnitCount
 from undula.plan.work import Work
 from undula.storage import Store
@@ -45,6 +50,37 @@ def test_tokens_are_a_target_only_if_they_are_known() -> None:
         unknown.choice(target)
 
 
+def printed_plan(planned: Planned) -> str:
+    text = StringIO()
+    print_plan(planned, planned.choice(None), console=Console(file=text, width=100))
+    return text.getvalue()
+
+
+def candidate(gpu: str, hours: float, dollars: float | None = 1.0) -> Candidate[Setting]:
+    parts, step = Parts(*[0] * len(fields(Parts))), StepSeconds(*[0.1] * len(fields(StepSeconds)))
+    offer = Offer(GPUS[gpu], "machine", dollars, None)
+    return Candidate(offer, PLANNED.own, 1, 1, parts, 2**34, step, 10.0, None, 1.0, 0.5, hours, hours)
+
+
+def test_a_job_that_takes_seconds_has_a_sentence_in_place_of_a_table() -> None:
+    small = replace(PLANNED, candidates=(candidate("T4", 0.004), candidate("L4", 0.002)))
+    printed = printed_plan(small)
+    assert printed.startswith(
+        "The job is too small for kinds of GPUs and numbers of workers to differ: it takes about 14 s"
+    )
+    assert "GiB  " not in printed
+    assert "cost" in printed_plan(replace(small, candidates=(*small.candidates, candidate("A100-40", 0.02))))
+
+
+def test_a_setting_that_the_model_cannot_have_and_prices_that_are_not_known_are_named() -> None:
+    counted = replace(COUNTED, left_out={"precision.compute=bf16": "TypeError: it has no kernel"})
+    printed = " ".join(printed_plan(replace(PLANNED, counted=counted, candidates=(candidate("T4", 5.0),))).split())
+    assert (
+        "precision.compute=bf16 is left out, because the model failed with it (TypeError: it has no kernel)." in printed
+    )
+    assert "– no price is known, give --prices" in printed
+
+
 def test_a_plan_in_which_nothing_fits_names_the_stage_of_sharding_that_does(monkeypatch: pytest.MonkeyPatch) -> None:
     own, spec = Setting("fp32", ActivationsSpec(), 1), JobSpec(name="job", plan=PlanSpec(global_batch=4))
     size = 352 * 2**20
@@ -59,7 +95,7 @@ def test_a_plan_in_which_nothing_fits_names_the_stage_of_sharding_that_does(monk
     passes = {own: PassCount(1, 0, 0, 0, 0, 0, Work(1.0, 1.0, 1.0), (*begun, *ended))}  # type: ignore[arg-type]
     asked: list[str] = []
 
-    def counted_by_script(script: Path, job: Path, overrides: Sequence[str], project: Path | None) -> JobCount:
+    def counted_by_script(script: Path, job: Path, overrides: Sequence[str], **others: Any) -> JobCount:
         asked.extend(overrides)
         state = replace(whole, units=units) if SHARDED in overrides else whole
         return JobCount(spec, state, passes, True, 1, None)
@@ -78,6 +114,10 @@ def test_a_plan_in_which_nothing_fits_names_the_stage_of_sharding_that_does(monk
     assert text.startswith(
         "No configuration fits as the job is sharded; with sharding.stage=3, each of 2 workers needs "
     )
+    printed = printed_plan(planned("L4"))
+    (row,) = [line for line in printed.splitlines() if line.startswith(" S ")]
+    assert row.split()[1:7] == ["L4", "2", "stage", "3", "fp32", "all"]
+    assert "S what fits with a higher stage of sharding" in " ".join(printed.split())
     assert planned("T4").higher is None, "the states are too large in each stage"
     asked.clear()
     assert planned("H100").higher is None, "the job fits as it is"
@@ -116,7 +156,16 @@ def test_rates_fit_into_the_table(rate: float, text: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("hours", "text"), [(0.2, "12 min"), (41.92, "41.9 h"), (161.7, "162 h"), (1810.0, "75 d"), (30_000.0, "1,250 d")]
+    ("hours", "text"),
+    [
+        (0.0001, "0.36 s"),
+        (0.01, "36 s"),
+        (0.2, "12 min"),
+        (41.92, "41.9 h"),
+        (161.7, "162 h"),
+        (1810.0, "75 d"),
+        (30_000.0, "1,250 d"),
+    ],
 )
 def test_durations_fit_into_the_table(hours: float, text: str) -> None:
     assert hours_text(hours) == text

@@ -8,7 +8,7 @@ import torch
 from conformance_cases import ALL as CASES
 from conformance_cases import leave, write_job
 from memory_kit import measured, predicted
-from memory_models import MODELS, HuggingFaces, Trained
+from memory_models import MODELS, PIXELS, HuggingFaces, Trained
 
 from undula.config.job import load_spec
 from undula.data.script.dataset import script_data
@@ -192,6 +192,35 @@ def test_a_model_that_needs_values_and_more_memory_than_there_is_is_refused(tmp_
     train = replace(MODELS["a perceptron"], make_model=Huge)
     with pytest.raises(UsageError, match=r"DataDependent.* real model of 4096.* GiB cannot take steps in the"):
         count(train, job_of(train, tmp_path), [Setting("fp32", ActivationsSpec(), 16)])
+
+
+class WithoutBf16(torch.nn.Module):
+    """Model that computes in fp32 only.
+
+    Args:
+        is_real: Whether it reads a value.
+    """
+
+    def __init__(self, is_real: bool) -> None:
+        super().__init__()
+        self.layer, self.is_real = torch.nn.Linear(3 * PIXELS * PIXELS, 10), is_real
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        if torch.is_autocast_enabled("cpu"):
+            raise TypeError("it has no kernel for bf16")
+        return self.layer(images.flatten(1)) * (int(images.argmax()) if self.is_real else 1)
+
+
+@pytest.mark.parametrize("is_real", [False, True])
+def test_a_format_that_nobody_asked_for_and_the_model_cannot_have_is_left_out(tmp_path: Path, is_real: bool) -> None:
+    train = replace(MODELS["a perceptron"], make_model=lambda: WithoutBf16(is_real))
+    job, own = job_of(train, tmp_path), Setting("fp32", ActivationsSpec(), 16)
+    other = replace(own, compute="bf16")
+    counted = count(train, job, [own, other])
+    assert (set(counted.passes), counted.is_fake) == ({own}, not is_real)
+    assert counted.left_out == {"precision.compute=bf16": "TypeError: it has no kernel for bf16"}
+    with pytest.raises(TypeError, match="no kernel"):
+        count(train, job, [other, own])
 
 
 def test_units_that_the_model_does_not_have_are_refused(tmp_path: Path) -> None:

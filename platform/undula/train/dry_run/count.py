@@ -15,7 +15,9 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from undula.errors import UsageError, one_line
+from undula.parallel.spec import ActivationsSpec
 from undula.plan.memory import extrapolated
+from undula.plan.precision import Compute
 from undula.recovery.worker_state import LeaveGroup, WorkerState
 from undula.train.dry_run.counting import Count, CountingSession, Setting
 from undula.train.job import Job
@@ -38,7 +40,7 @@ def count(train: Callable[[Run], None], job: Job, settings: Sequence[Setting], m
         train: Train function of the script.
         job: Settings of the job.
         settings: Settings of the steps. The first one must suit the model, and its step also updates the weights. The result leaves out
-            others that the model cannot have.
+            others that the model cannot have, and says why.
         may_be_real: Whether real passes, which can take long, may take the place of those without values.
 
     Raises:
@@ -89,16 +91,22 @@ def _counted(
     with local_world(device), redirect_stdout(io.StringIO()), warnings.catch_warnings(), ExitStack() as stack:
         warnings.simplefilter("ignore")
         session = CountingSession(job, device, worker, settings, is_fake, stack, placed)
-        run, refused = Run(session), None
+        run, left_out = Run(session), dict[str, str]()
+        refused: Compute | ActivationsSpec | None = None
         try:
             train(run)
         except LeaveGroup:
             pass
-        except UsageError:
-            # The model may not have the units of a setting, or not be able to recompute them.
-            refused = session.begun and session.begun.activations
-            if refused in (None, settings[0].activations):
+        except Exception as error:
+            own, begun = settings[0], session.begun or settings[0]
+            if begun.compute != own.compute:
+                refused, override = begun.compute, f"precision.compute={begun.compute}"
+            elif begun.activations != own.activations:
+                refused, override = begun.activations, f"activations.keep={begun.activations.keep}"
+            else:
                 raise
+            if refused == begun.compute or not isinstance(error, UsageError):  # many models have no units
+                left_out[override] = f"{type(error).__name__}: {one_line(error)}"
         finally:
             with _disable_current_modes():
                 run.free()
@@ -106,4 +114,6 @@ def _counted(
                 torch.set_default_device(None)  # the script may have set one for this thread
         if refused is None:
             return session.count
-    return _counted(train, job, [each for each in settings if each.activations != refused], is_fake, placed)
+    rest = [each for each in settings if refused not in (each.compute, each.activations)]
+    counted = _counted(train, job, rest, is_fake, placed)
+    return replace(counted, left_out={**left_out, **counted.left_out})

@@ -1,8 +1,9 @@
 """Session and loop of a count: they give a script one step for each setting, and count what the step takes."""
 
-from collections.abc import Callable, Iterator, Sequence
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -45,6 +46,9 @@ from undula.train.step import Step
 from undula.train.step_reduction import StepTotals, Wants
 from undula.train.validation import ValidationFunction
 
+PROGRESS = logging.getLogger("undula.counting")
+"""Log of which setting is counted."""
+
 
 @dataclass(frozen=True)
 class Setting:
@@ -70,6 +74,8 @@ class Count:
     """What reading a dataset of the script needs; nothing for stored data, which are not counted here."""
     may_need_less: bool = False
     """Whether steps may need less memory on a GPU than where they were counted."""
+    left_out: Mapping[str, str] = field(default_factory=dict)
+    """Error of each setting that the model cannot have, by its override."""
 
 
 class CountingSession(LocalSession):
@@ -281,6 +287,8 @@ class CountingLoop(RehearsalLoop):
         # The first update makes the state of the optimizer, and the second one shows what an update takes beside it. More of them would
         # only take time.
         for place, setting in enumerate((first, first, *others)):
+            text = f"counting {setting.compute}, {max(place, 1)} of {len(self._settings)} settings"
+            PROGRESS.debug(f"{text} ..." if self._fakes else f"{text}, with real steps ...")
             self._own_boundary.skips = place > 1
             work = [MicroBatch(0, 0, number, setting.samples) for number in range(2)]
             self._batches = MicroBatches(_constant(work), reader, setup.layout.device, setup.worker.enter)
