@@ -19,7 +19,7 @@ LEGEND = (
     "micro-batch; GiB needed and there; smp/s samples or tok/s tokens per second; time and cost of the whole run, on demand and on spot "
     "nodes"
 )
-HIGHER_LEGEND = "; S what fits with a higher stage of sharding"
+HIGHER_LEGEND = "; S{0} what fits with sharding.stage={0}"
 UNPRICED_LEGEND = f"; {DASH} no price is known, give --prices"
 NONE_FITS = "No configuration fits; give --gpu a kind with more memory, or lower plan.virtual_workers."
 Found = Sequence[Candidate[Setting]]
@@ -55,7 +55,7 @@ def print_plan(
         for marks, cells, fits in rows:
             table.add_row(*(Text(cell, "" if fits else "dim") for cell in (marks, *cells)))
         console.print(table)
-        text = LEGEND + HIGHER_LEGEND * (planned.higher is not None)
+        text = LEGEND + (HIGHER_LEGEND.format(planned.higher.stage) if planned.higher else "")
         text += UNPRICED_LEGEND * any(DASH in cells for _, cells, _ in rows)
     for sentence in (text, *sentences(planned), *about_hosts):
         console.print(sentence, highlight=False)
@@ -126,7 +126,7 @@ def rows_of(planned: Planned, choice: Candidate[Setting] | None) -> Iterator[tup
             marks = "Y" * (each.setting == own) + "C" * (each is cheap) + "F" * (each is fast) + "*" * (each is choice)
             yield marks, _cells_of(each), each.fits
     if higher := planned.higher:
-        yield "S", _cells_of(higher.candidate, f"stage {higher.stage} "), True
+        yield f"S{higher.stage}", _cells_of(higher.candidate), True
 
 
 def by_gpu(candidates: Sequence[Candidate[Setting]]) -> dict[str, list[Candidate[Setting]]]:
@@ -137,14 +137,14 @@ def by_gpu(candidates: Sequence[Candidate[Setting]]) -> dict[str, list[Candidate
     return groups
 
 
-def _cells_of(candidate: Candidate[Setting], stage: str = "") -> tuple[str, ...]:
-    """Return the cells of a row, one for each of COLUMNS after the marks. `stage` is a stage of sharding that is not the job's own."""
+def _cells_of(candidate: Candidate[Setting]) -> tuple[str, ...]:
+    """Return the cells of a row, one for each of COLUMNS after the marks."""
     setting = candidate.setting
     keep = setting.activations.keep + ("+offload" if setting.activations.offload else "")
     return (
         candidate.offer.gpu.title.removesuffix(" GB"),
         str(candidate.workers),
-        f"{stage}{setting.compute} {keep} {candidate.samples}",
+        f"{setting.compute} {keep} {candidate.samples}",
         f"{candidate.needed_bytes / GIB:.1f}/{candidate.room_bytes / GIB:.0f}",
         seconds_text(candidate.step.total),
         rate_text(candidate.tokens_per_s or candidate.samples_per_s),

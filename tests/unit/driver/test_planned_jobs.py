@@ -115,9 +115,9 @@ def test_a_plan_in_which_nothing_fits_names_the_stage_of_sharding_that_does(monk
         "No configuration fits as the job is sharded; with sharding.stage=3, each of 2 workers needs "
     )
     printed = printed_plan(planned("L4"))
-    (row,) = [line for line in printed.splitlines() if line.startswith(" S ")]
-    assert row.split()[1:7] == ["L4", "2", "stage", "3", "fp32", "all"]
-    assert "S what fits with a higher stage of sharding" in " ".join(printed.split())
+    (row,) = [line for line in printed.splitlines() if line.startswith(" S3 ")]
+    assert row.split()[1:5] == ["L4", "2", "fp32", "all"]
+    assert "; S3 what fits with sharding.stage=3" in " ".join(printed.split())
     assert planned("T4").higher is None, "the states are too large in each stage"
     asked.clear()
     assert planned("H100").higher is None, "the job fits as it is"
