@@ -48,10 +48,14 @@ def run_for_output(
         ):
             lines = []
             assert process.stdout is not None
-            for line in process.stdout:
-                lines.append(line)
-                see(line)
-            process.wait()
+            try:
+                for line in process.stdout:
+                    lines.append(line)
+                    see(line)
+                process.wait()
+            except BaseException:  # the block would wait for the process
+                process.kill()
+                raise
             errors.seek(0)
             return subprocess.CompletedProcess(command, process.returncode, "".join(lines), errors.read())
 

@@ -1,5 +1,6 @@
 """Tests of a plan's answers to targets."""
 
+import sys
 from collections.abc import Sequence
 from dataclasses import fields, replace
 from io import StringIO
@@ -7,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pyarrow as pa
 import pytest
 from jobs_kit import LANGUAGE_MODEL
@@ -21,6 +23,7 @@ from undula.data.stored.mixture import Mixture
 from undula.driver.count_job import JobCount, data_count
 from undula.driver.plan_job import SHARDED, Planned, plan_job, target_of
 from undula.driver.plan_table import dollars_text, hours_text, print_plan, rate_text, text_of_none
+from undula.driver.print_job import run_for_output
 from undula.errors import SpecError
 from undula.parallel.spec import ActivationsSpec
 from undula.plan.candidates import Candidate, Offer
@@ -122,6 +125,19 @@ def test_a_plan_in_which_nothing_fits_names_the_stage_of_sharding_that_does(monk
     asked.clear()
     assert planned("H100").higher is None, "the job fits as it is"
     assert not any(each.startswith("sharding") for each in asked)
+
+
+def test_lines_of_a_script_are_seen_at_once_and_it_ends_with_the_command(tmp_path: Path) -> None:
+    script, seen = tmp_path / "train.py", list[str]()
+    script.write_text("import os, signal\nprint(os.getpid(), flush=True)\nsignal.pause()\n")
+
+    def see(line: str) -> None:
+        seen.append(line)
+        sys.exit(143)
+
+    with pytest.raises(SystemExit):
+        run_for_output(script, tmp_path / "train.yaml", [], [], None, see)
+    assert not psutil.pid_exists(int(seen[0]))
 
 
 def test_what_reading_takes_follows_from_the_decoded_row_groups(tmp_path: Path) -> None:

@@ -190,6 +190,11 @@ def test_smoothing_stays_between_the_extremes(ys: np.ndarray, half: int) -> None
     assert (smoothed <= ys.max() + 1e-6).all()
 
 
+def test_smoothing_keeps_a_line_to_its_ends() -> None:
+    line = np.linspace(5.0, 1.0, 384)
+    assert smooth(line, 19) == pytest.approx(line)
+
+
 def test_smoothing_ignores_values_that_are_not_finite() -> None:
     assert smooth(np.array([1.0, math.nan, 3.0, math.inf, 5.0]), 3).tolist() == [1.0, 2.0, 3.0, 4.0, 5.0]
     assert np.isnan(smooth(np.array([math.nan, math.nan]), 3)).all()

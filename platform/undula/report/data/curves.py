@@ -147,17 +147,25 @@ def downsample(ys: Floats, limit: int) -> Indices:
 def smooth(ys: Floats, window: int) -> Floats:
     """Return the mean of the finite values in a window of `window` (odd) points around each point, or NaN if it has none.
 
-    Near the ends, the window shrinks symmetrically to as little as a third, so that the curve neither lags nor jumps there.
+    Near the ends, the window shrinks symmetrically to as little as a third, and where it does not fit, a line through its values takes the
+    place of their mean, so that the curve neither lags nor jumps there.
     """
     finite, half = np.isfinite(ys), window // 2
     values = np.where(finite, ys, 0.0)
     around, ones = slice(half, half + len(ys)), np.ones(2 * half + 1)
     sums, counts = np.convolve(values, ones)[around], np.convolve(finite.astype(np.float64), ones)[around].round()
+    means = np.where(counts > 0, sums / np.maximum(counts, 1), np.nan)
     for place in {*range(min(half, len(ys))), *range(max(len(ys) - half, 0), len(ys))}:
         reach = max(min(place, len(ys) - 1 - place), half // 3)
-        near = slice(max(place - reach, 0), place + reach + 1)
-        sums[place], counts[place] = values[near].sum(), finite[near].sum()
-    return np.where(counts > 0, sums / np.maximum(counts, 1), np.nan)
+        xs = np.arange(max(place - reach, 0), min(place + reach + 1, len(ys)))
+        xs = xs[finite[xs]]
+        near = values[xs]
+        means[place] = near.mean() if len(xs) else np.nan
+        if len(xs) > 1:
+            away, spread = place - xs.mean(), xs - xs.mean()
+            line = means[place] + away * (spread @ near) / (spread @ spread)
+            means[place] = np.clip(line, near.min(), near.max())
+    return means
 
 
 def _steps_committed(steps: pa.Table) -> Floats:
