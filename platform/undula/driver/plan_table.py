@@ -10,7 +10,7 @@ from rich.text import Text
 from undula.driver.plan_job import Higher, Planned, overrides_of
 from undula.plan.candidates import Candidate, cheapest, fastest
 from undula.plan.gpus import GIB
-from undula.report.text import DASH, counted
+from undula.report.text import DASH
 from undula.train.dry_run.counting import Setting
 
 COLUMNS = ("", "GPU", "W", "setting", "GiB", "step", "smp/s", "time", "cost", "spot")
@@ -79,9 +79,10 @@ def text_of_none(higher: Higher | None) -> str:
     if higher is None:
         return NONE_FITS
     each, offer = higher.candidate, higher.candidate.offer
+    who = f"each of {each.workers} workers" if each.workers > 1 else "a worker"
     changes = [f"sharding.stage={higher.stage}", *overrides_of(each.setting, higher.own)]
     return (
-        f"No configuration fits as the job is sharded; with {' '.join(changes)}, each of {counted(each.workers, 'worker')} needs "
+        f"No configuration fits as the job is sharded; with {' '.join(changes)}, {who} needs "
         f"{gib_text(each.needed_bytes)} of the {gib_text(each.room_bytes)} of {offer.gpu.title}."
     )
 
