@@ -34,6 +34,7 @@ from undula.plan.plan import Plan, PlanSpec
 from undula.plan.step_time import StepSeconds
 from undula.plan.unit_pass import Mark, SplitTensor, UnitCount
 from undula.plan.work import Work
+from undula.state.processes import is_alive
 from undula.storage import Store
 from undula.train.dry_run.counting import Setting
 
@@ -128,16 +129,16 @@ def test_a_plan_in_which_nothing_fits_names_the_stage_of_sharding_that_does(monk
 
 
 def test_lines_of_a_script_are_seen_at_once_and_it_ends_with_the_command(tmp_path: Path) -> None:
-    script, seen = tmp_path / "train.py", list[str]()
+    script, seen = tmp_path / "train.py", list[psutil.Process]()
     script.write_text("import os, signal\nprint(os.getpid(), flush=True)\nsignal.pause()\n")
 
     def see(line: str) -> None:
-        seen.append(line)
+        seen.append(psutil.Process(int(line)))
         sys.exit(143)
 
     with pytest.raises(SystemExit):
         run_for_output(script, tmp_path / "train.yaml", [], [], None, see)
-    assert not psutil.pid_exists(int(seen[0]))
+    assert not is_alive(seen[0])
 
 
 def test_what_reading_takes_follows_from_the_decoded_row_groups(tmp_path: Path) -> None:
