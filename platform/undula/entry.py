@@ -10,7 +10,7 @@ from undula.config.environment import with_secrets
 from undula.config.job import load_spec, script_of
 from undula.config.yaml_file import Setting
 from undula.driver.script import begin_call, note_begin, run_script
-from undula.errors import SpecError, needs_extra, one_sentence
+from undula.errors import SpecError, end_on_sigterm, needs_extra, one_sentence
 from undula.masking.output import mask_output
 from undula.study.load import load_study
 from undula.telemetry.tracker import Tracker
@@ -73,7 +73,7 @@ def _main_on_cluster(
 ) -> None:
     from undula.driver.cluster import on_cluster
     from undula.driver.connection import private_environment_of_job
-    from undula.driver.training import end_on_sigterm, train_job
+    from undula.driver.training import train_job
 
     end_on_sigterm()
     with private_environment_of_job():

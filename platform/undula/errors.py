@@ -20,10 +20,11 @@ refused.
 """
 
 import re
+import signal
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, ClassVar, NoReturn
 
 if TYPE_CHECKING:
     from pydantic import ConfigDict
@@ -109,6 +110,19 @@ class SmokeError(UndulaError):
 
 class UsageError(UndulaError):
     """A script uses the API wrongly or asks for something that no engine supports. Another attempt would fail too."""
+
+
+class StoppedExit(SystemExit):
+    """End of this process by a signal, which no script has asked for."""
+
+
+def end_on_sigterm(status: int = INTERRUPTED) -> None:
+    """End this process with an exception on SIGTERM, so that blocks clean up: the secrets of a stopped job must not stay on the head."""
+
+    def stop(*_: object) -> NoReturn:
+        raise StoppedExit(status)
+
+    signal.signal(signal.SIGTERM, stop)
 
 
 def one_line(error: BaseException) -> str:

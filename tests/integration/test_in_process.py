@@ -86,6 +86,37 @@ def test_an_exception_keeps_its_traceback_and_is_recorded(script: Path) -> None:
     assert "of the script" in failure.error
 
 
+@pytest.mark.parametrize(
+    ("exits", "reason"),
+    [
+        ("sys.exit()", "the script ended after 1 of 2 steps on rank 0"),
+        ("sys.exit('enough')", "the script ended rank 0 with sys.exit('enough')"),
+    ],
+)
+def test_an_exit_in_mid_run_is_no_success(script: Path, exits: str, reason: str) -> None:
+    script.write_text(SCRIPT.replace("breakpoint()", "").replace("AT_STEP", exits))
+    done = run_here(str(script.with_suffix(".yaml")))
+    assert done.returncode == 2, done.stdout + done.stderr
+    line = len(script.read_text().rpartition(exits)[0].splitlines())
+    assert done.stderr.startswith(f"undula: {reason}")
+    assert done.stderr.endswith(f"(job.py:{line})\n")
+
+
+def test_an_exit_after_the_last_step_ends_the_run(script: Path) -> None:
+    script.write_text(SCRIPT.replace("breakpoint()", "").replace("        AT_STEP", "    sys.exit()"))
+    done = run_here(str(script.with_suffix(".yaml")))
+    assert done.returncode == 0, done.stderr
+    assert "finished: " in done.stdout
+
+
+@pytest.mark.parametrize(("place", "status"), [("breakpoint()", 143), ("AT_STEP", 130)])
+def test_a_signal_ends_the_training_and_the_checks_before_it(script: Path, place: str, status: int) -> None:
+    text = SCRIPT.replace(place, "import signal; signal.raise_signal(signal.SIGTERM)")
+    script.write_text(text.replace("breakpoint()", "").replace("AT_STEP", "pass"))
+    done = run_here(str(script.with_suffix(".yaml")))
+    assert (done.returncode, done.stderr) == (status, "")
+
+
 def test_a_refusal_names_the_line_of_the_script(script: Path) -> None:
     script.write_text(SCRIPT.replace("breakpoint()", "").replace("AT_STEP", "step.update()"))
     done = run_here(str(script.with_suffix(".yaml")))

@@ -1,6 +1,5 @@
 """The command `undula`. Each subcommand has a module of its own, which imports heavy modules only when the subcommand runs."""
 
-import signal
 import sys
 from collections.abc import Sequence
 
@@ -26,7 +25,7 @@ from undula.cli.show import show
 from undula.cli.spot import spot
 from undula.cli.study import study
 from undula.cli.verify import verify
-from undula.errors import INTERRUPTED, TERMINATED, WRONG_INPUT, one_sentence
+from undula.errors import INTERRUPTED, TERMINATED, WRONG_INPUT, end_on_sigterm, one_sentence
 from undula.masking.output import mask_output
 
 
@@ -71,7 +70,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Run a command and exit with its status, or with that of the error with which it ended (`undula.errors`)."""
     # SIGTERM raises an exception as Ctrl-C does, so that the command stops everything that it has started.
     mask_output()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(TERMINATED))
+    end_on_sigterm(TERMINATED)
     try:
         with one_sentence():
             status = cli.main(argv, prog_name="undula", standalone_mode=False)

@@ -14,11 +14,11 @@ from undula.driver.kept_output import KeptOutput
 from undula.driver.launch import TrainerName, launch
 from undula.driver.preflight import Prepared, on_machines
 from undula.driver.record import LaunchSpec
-from undula.driver.training import Place, TrainFunction, end_on_sigterm
+from undula.driver.training import Place, TrainFunction
 from undula.elastic.pure.spec import WorkersSpec
 from undula.elastic.ray.cluster_gpus import offers_gpus
 from undula.elastic.ray.failures import is_superseded, refusal_of, summary, whole_story
-from undula.errors import INTERRUPTED, SpecError, StorageError
+from undula.errors import INTERRUPTED, SpecError, StorageError, end_on_sigterm
 from undula.state.events import FailEvent, StopEvent
 from undula.state.ledger import EventWriter
 from undula.storage import Store

@@ -15,8 +15,8 @@ import torch
 from undula.config.job import LoadedSpec
 from undula.driver.preflight import Prepared, on_machines
 from undula.driver.record import LaunchSpec
-from undula.driver.training import Place, TrainFunction, end_on_sigterm
-from undula.errors import INTERRUPTED, SpecError, StorageError, UsageError, one_line
+from undula.driver.training import Place, TrainFunction
+from undula.errors import INTERRUPTED, SpecError, StorageError, UsageError, end_on_sigterm, one_line
 from undula.parallel.compile import compile_with_own_threads, problem_of_compiler
 from undula.state.events import FailEvent, StopEvent
 from undula.state.heartbeat import keep_heartbeat

@@ -20,7 +20,7 @@ from torch import nn
 from undula.config.job import LoadedSpec
 from undula.data.script.indexed import ScriptData
 from undula.data.script.items import Items
-from undula.errors import SpecError, UndulaError, UsageError
+from undula.errors import SpecError, StoppedExit, UndulaError, UsageError
 from undula.parallel.batch_norm import problem_of_batch_norm
 from undula.parallel.capabilities import Feature
 from undula.parallel.compile import problem_of_compilation
@@ -86,6 +86,8 @@ def script_facts(train: Callable[[Run], None], loaded: LoadedSpec, num_rows: int
         except UsageError as error:
             # The probe has raised it, or an adapter, which refuses what it finds in the script.
             raise probe.refusal or error from None
+        except StoppedExit:
+            raise
         except (Exception, SystemExit) as error:
             # If the script itself is wrong, the workers report it with a traceback. It may also need a GPU, which the head does not have.
             if probe.refusal is not None:

@@ -24,12 +24,12 @@ from undula.driver.launch import launch
 from undula.driver.preflight import Prepared, on_machines, prepare
 from undula.driver.record import record_job
 from undula.driver.smoke_figures import Measured, refuse_full_disk, size, summary
-from undula.driver.training import TrainFunction, end_on_sigterm
+from undula.driver.training import TrainFunction
 from undula.elastic.ray.capacity import alive_nodes
 from undula.elastic.ray.cluster_gpus import offers_gpus
 from undula.elastic.ray.failures import refusal_of, whole_story
 from undula.elastic.ray.failures import summary as in_short
-from undula.errors import SmokeError, StorageError, UndulaError, one_line
+from undula.errors import SmokeError, StorageError, UndulaError, end_on_sigterm, one_line
 from undula.plan.fleet import FleetSpec
 from undula.state.commit import COMMIT, find_commits
 from undula.state.directory import held

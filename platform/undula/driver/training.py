@@ -1,6 +1,5 @@
 """Training of one job, as its driver goes through it: checks, record, launch, and what is printed of the result."""
 
-import signal
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -11,7 +10,7 @@ from undula.config.job import LoadedSpec
 from undula.driver.preflight import Prepared, prepare
 from undula.driver.record import LaunchSpec, record_job
 from undula.driver.trackers import Tracking, send_rest
-from undula.errors import FAILED, INTERRUPTED
+from undula.errors import FAILED
 from undula.state.directory import FILES, delete_run, held
 from undula.state.events import EndEvent, Event, ValidationEvent
 from undula.state.ledger import last_event, read_ledger, steps_done
@@ -86,11 +85,6 @@ def train_job(
         place.keep(f"{result}\n{failure or ''}")
         if failure:
             raise SystemExit(FAILED)
-
-
-def end_on_sigterm() -> None:
-    """End this process with an exception on SIGTERM, so that blocks clean up: the secrets of a stopped job must not stay on the head."""
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(INTERRUPTED))
 
 
 def _result(prepared: Prepared, failure: str | None) -> str:

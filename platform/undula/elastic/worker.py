@@ -19,7 +19,7 @@ from undula.data.stored.mixture import load_data
 from undula.data.stored.reader import stored_reader
 from undula.elastic.ray.actor import worker_state
 from undula.elastic.ray.gpus import reserved_device
-from undula.errors import ClusterError, StorageError, UndulaError, UsageError
+from undula.errors import ClusterError, StorageError, UndulaError
 from undula.masking.output import mask_output
 from undula.parallel.compile import compile_with_own_threads, problem_of_compiler
 from undula.parallel.layout import join_layout
@@ -35,7 +35,7 @@ from undula.telemetry.waits import WaitPublisher
 from undula.train.dry_run.rehearsal import rehearse
 from undula.train.job import Job
 from undula.train.randomness import compute_deterministically, fix_threads
-from undula.train.run import Run
+from undula.train.run import Run, call_train
 from undula.train.script_file import ScriptFile, make_ready
 from undula.train.session import GroupSession
 from undula.train.setup import RunSetup
@@ -85,8 +85,7 @@ class JobWorker:
                 files = work_folder()
                 if files:
                     files.begin(session.setup.store, layout.is_first)
-                self._call(run)
-                session.require_end()
+                call_train(self.train, run, session)
                 if files and layout.is_first:
                     files.bring(session.setup.store)
             except LeaveGroup:
@@ -108,15 +107,6 @@ class JobWorker:
             finally:
                 if run is not None:
                     run.free()
-
-    def _call(self, run: Run) -> None:
-        try:
-            self.train(run)
-        except SystemExit as end:
-            if end.code:
-                raise UsageError(
-                    f"the script ended rank {run.rank} with sys.exit({end.code!r}); raise an exception that says why"
-                ) from None
 
 
 def _execute(script: ScriptFile) -> None:

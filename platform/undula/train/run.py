@@ -20,7 +20,7 @@ from undula.data.script.dataset import IndexedDataset, script_data
 from undula.data.script.items import Collate, Items
 from undula.data.script.pickling import unpickled
 from undula.data.stored.maps import SampleFunction
-from undula.errors import UsageError
+from undula.errors import StoppedExit, UsageError
 from undula.plan.plan import Plan
 from undula.state.events import LogEvent, WarningEvent
 from undula.state.goals import LOSS, GoalSpec, StopSpec
@@ -28,7 +28,7 @@ from undula.state.pieces import RankState
 from undula.train.loop import TrainingLoop
 from undula.train.parts import GivenParts, require_functions
 from undula.train.script_state import AfterStep, Capture, Restore
-from undula.train.session import Check, Kept, Session
+from undula.train.session import Check, GroupSession, Kept, Session
 from undula.train.step import Step
 from undula.train.validation import ValidationFunction
 
@@ -315,3 +315,24 @@ class Run:
             self._loop.close()
         self._parts.free()
         self._loop = None
+
+
+def call_train(train: Callable[[Run], None], run: Run, session: GroupSession) -> None:
+    """Call a train function on a rank. `sys.exit()` is its end like any other, which is too early before the run's.
+
+    Raises:
+        UsageError: It has ended before the run, or with an exit status.
+        Exception: Any exception that the script raises.
+    """
+    try:
+        train(run)
+    except StoppedExit:
+        raise
+    except SystemExit as end:
+        if end.code:
+            raise UsageError(
+                f"the script ended rank {run.rank} with sys.exit({end.code!r}); raise an exception that says why"
+            ) from end
+        session.require_end()  # here, so that the traceback of its error has the place of the exit
+    else:
+        session.require_end()

@@ -15,7 +15,7 @@ from undula.recovery.worker_state import LeaveGroup, Request, WorkerState
 from undula.telemetry.messages import Publisher
 from undula.train.job import Job
 from undula.train.mixed_tensors import note_mixed_tensors
-from undula.train.run import Run
+from undula.train.run import Run, call_train
 from undula.train.script_file import make_ready
 from undula.train.session import GroupSession
 from undula.train.setup import RunSetup
@@ -71,8 +71,7 @@ class SingleProcess:
             session = GroupSession(RunSetup.of(self._job, layout, self._worker, self._publish))
             run = Run(session)
             try:
-                self._train(run)
-                session.require_end()
+                call_train(self._train, run, session)
             except BaseException as error:
                 note_mixed_tensors(error)
                 if self._hands_over:
