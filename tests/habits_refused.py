@@ -3,9 +3,11 @@
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from habits import Habit
 from numbers_job import network
 from torch import Tensor, nn
+from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_, parametrizations
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
@@ -245,6 +247,29 @@ class Queue(nn.Module):
 class Queues(Habit):
     def make(self) -> nn.Module:
         return Queue()
+
+
+@refused(
+    "`ZeroRedundancyOptimizer`, or another optimizer that shards its state", "run.optimizer() got a ZeroRedundancy"
+)
+class Zero(Habit):
+    def optimize(self, model: nn.Module) -> torch.optim.Optimizer:
+        return ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.1)
+
+
+class Shared(torch.optim.SGD):
+    """Optimizer of which each rank updates every second parameter, and sends it to the others, as Muon of several ranks does."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        super().step()
+        for place, parameter in enumerate(self.param_groups[0]["params"]):
+            dist.broadcast(parameter.detach(), src=place % dist.get_world_size())
+
+
+@refused("an optimizer with collectives in its step", "Shared.step() has begun a collective of torch.distributed")
+class Shares(Habit):
+    def optimize(self, model: nn.Module) -> torch.optim.Optimizer:
+        return Shared(model.parameters(), lr=0.1)
 
 
 @refused("`DataParallel(model)`", "run.model() got a DataParallel module")

@@ -137,7 +137,7 @@ def test_shards_that_one_rank_gathers_alone_end_the_job_with_the_calls_and_lines
     assert len(events_of(done.ledger.events, StartEvent)) == 1
 
 
-@pytest.mark.parametrize("how", ["return", "sys.exit(0)", "sys.exit('done')"])
+@pytest.mark.parametrize("how", ["return", "sys.exit(0)", "sys.exit('done')", "raise KeyboardInterrupt"])
 def test_a_rank_that_ends_alone_ends_the_job_with_the_reason(session_jobs: Jobs, tmp_path: Path, how: str) -> None:
     """The others would wait for it without end."""
     script = tmp_path / "leaves.py"
@@ -150,5 +150,10 @@ def test_a_rank_that_ends_alone_ends_the_job_with_the_reason(session_jobs: Jobs,
     jobs = replace(session_jobs, script=script, runs=str(tmp_path), settings=())
     done = jobs.run("leaves", *jobs.workers(2))
     assert done.status == 2
-    reason = "rank 1 with sys.exit('done')" if "done" in how else "the script ended after 4 of 8 steps on rank 1"
+    ended = "the script ended after 4 of 8 steps on rank 1"
+    reasons = {
+        "sys.exit('done')": "rank 1 with sys.exit('done')",
+        "raise KeyboardInterrupt": "rank 1 with KeyboardInterrupt",
+    }
+    reason = reasons.get(how, ended)
     assert reason in done.err

@@ -19,7 +19,7 @@ from undula.data.stored.mixture import load_data
 from undula.data.stored.reader import stored_reader
 from undula.elastic.ray.actor import worker_state
 from undula.elastic.ray.gpus import reserved_device
-from undula.errors import ClusterError, StorageError, UndulaError
+from undula.errors import ClusterError, StorageError, UndulaError, UsageError
 from undula.masking.output import mask_output
 from undula.parallel.compile import compile_with_own_threads, problem_of_compiler
 from undula.parallel.layout import join_layout
@@ -85,7 +85,7 @@ class JobWorker:
                 files = work_folder()
                 if files:
                     files.begin(session.setup.store, layout.is_first)
-                call_train(self.train, run, session)
+                self._call(run, session)
                 if files and layout.is_first:
                     files.bring(session.setup.store)
             except LeaveGroup:
@@ -107,6 +107,16 @@ class JobWorker:
             finally:
                 if run is not None:
                     run.free()
+
+    def _call(self, run: Run, session: GroupSession) -> None:
+        try:
+            call_train(self.train, run, session)
+        except (LeaveGroup, Exception):
+            raise
+        except BaseException as error:  # which another group would raise again; Ctrl-C does not reach this thread
+            raise UsageError(
+                f"the script ended rank {run.rank} with {type(error).__name__}; raise an Exception that says why"
+            ) from error
 
 
 def _execute(script: ScriptFile) -> None:

@@ -23,6 +23,9 @@ from undula.train.script_state import Capture, Restore, ScriptState
 if TYPE_CHECKING:
     from undula.train.session import Maps, Session
 
+_SHARDING = {"ZeroRedundancyOptimizer", "OSS", "DistributedFusedAdam", "DistributedFusedLAMB"}
+"""Classes of torch, FairScale and Apex that shard the state of an optimizer."""
+
 
 @dataclass(frozen=True)
 class ScriptParts:
@@ -118,6 +121,11 @@ class GivenParts:
             raise UsageError("run.optimizer() was called before run.model(); call run.model() first")
         if hasattr(optimizer, "skip_synchronize"):
             raise UsageError("run.optimizer() got a DistributedOptimizer of Horovod; pass the optimizer that it wraps")
+        if _SHARDING & {kind.__name__ for kind in type(optimizer).__mro__}:
+            raise UsageError(
+                f"run.optimizer() got a {type(optimizer).__name__}, which shards its state over the ranks itself, so that a run could not "
+                "restore it; pass the optimizer that it wraps, and set sharding.stage: 1 in the job's YAML, which does the same"
+            )
         if self._rates is not None:
             raise UsageError(
                 "run.optimizer() was called twice, but a run has one optimizer; use one optimizer with several parameter groups"

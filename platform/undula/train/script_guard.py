@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from undula.errors import UsageError
 from undula.parallel.collectives import ScriptCollectives
 from undula.parallel.engines.engine import Engine
+from undula.parallel.sharding import has_own_step
 from undula.recovery.baseline import Baseline
 from undula.state.pieces import is_sharded_tensor
 from undula.train.open_gradients import OpenGradients
@@ -117,9 +118,22 @@ class ScriptGuard:
 
     @contextmanager
     def own_update(self) -> Iterator[None]:
-        """Surround the optimizer's step that the run takes."""
+        """Surround the optimizer's step that the run takes.
+
+        Raises:
+            UsageError: The optimizer has begun a collective, so that ranks may have other states. Its hooks may do so, for a log.
+        """
+        begun = begun_collectives()
         with self._optimizers.own():
             yield
+        optimizer = self._engine.optimizer
+        is_sharded = self._engine.capabilities.equal_rounds  # whose norms need collectives
+        if begun_collectives() != begun and not is_sharded and not has_own_step(optimizer):
+            raise UsageError(
+                f"{type(optimizer).__name__}.step() has begun a collective of torch.distributed, so that each rank may have another part "
+                "of its state, which a run could not restore at another number of workers; use an optimizer that does not communicate, "
+                "and sharding.stage: 1 in the job's YAML to shard its state"
+            )
 
     def close(self) -> None:
         self._optimizers.close()

@@ -110,6 +110,51 @@ def test_a_script_trains_the_same_at_any_world_size(tmp_path: Path, stage: int) 
     assert len(results[0]["labels"]) == 17
 
 
+MADE_BEFORE = """
+import sys
+import torch
+from torch import nn
+from undula.adapters.accelerate import Accelerator, launch
+
+def main():
+    accelerator = Accelerator()
+    torch.manual_seed(3)
+    model = nn.Sequential(nn.Linear(2, 4), nn.Tanh(), nn.Linear(4, 3))
+    if sys.argv[1] == "adagrad":
+        optimizer = torch.optim.Adagrad(model.parameters(), lr=0.1, initial_accumulator_value=0.5)
+    else:
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+        optimizer.step(lambda: model(torch.ones(5, 2)).square().mean().backward())
+        optimizer.zero_grad()
+    data = torch.utils.data.TensorDataset(torch.arange(24.0).reshape(12, 2) / 24)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, torch.utils.data.DataLoader(data, batch_size=2))
+    for epoch in accelerator.epochs(2):
+        for (x,) in loader:
+            accelerator.backward(model(x).square().mean())
+            optimizer.step()
+            optimizer.zero_grad()
+
+if __name__ == "__main__":
+    launch(main)
+"""
+
+
+@pytest.mark.parametrize("kind", ["adagrad", "stepped"])
+def test_state_that_an_optimizer_has_before_it_is_prepared_is_sharded_as_its_parameters_are(
+    tmp_path: Path, kind: str
+) -> None:
+    script = tmp_path / "made.py"
+    script.write_text(MADE_BEFORE)
+    script.with_suffix(".yaml").write_text("plan: {virtual_workers: 2}\nschedule: {decay: constant}")
+    found = []
+    for stage, world_size in ((0, 1), (3, 1), (3, 2)):
+        name = f"stage{stage}ranks{world_size}"
+        settings = (f"config.arguments={kind}", f"sharding.stage={stage}", f"runs={tmp_path}", f"name={name}")
+        steps = read_ledger(train_alone([sys.executable, str(script), *settings], world_size)).steps
+        found.append([steps[column].to_pylist() for column in ("loss", "weights_digest")])
+    assert found[0] == found[1] == found[2]
+
+
 @dataclass
 class Counter:
     """State of a script with the methods that Accelerate asks for."""

@@ -25,6 +25,7 @@ from undula.data.script.dataset import check_indexed
 from undula.errors import UsageError
 from undula.parallel.precision import dtype_of
 from undula.plan.precision import Compute
+from undula.state.optimizer_state import follow
 from undula.train.run import Run
 
 PRECISIONS: Mapping[str, Compute] = {"no": "fp32", "fp16": "fp16", "bf16": "bf16"}
@@ -197,7 +198,7 @@ class Accelerator(Processes):
             run.dataset(training.dataset, collate_fn=loader.collate_fn, num_workers=loader.num_workers)
             former = {parameter: name for name, parameter in model.named_parameters()}
             run.model(model)
-            optimizer.follow(former, dict(model.named_parameters()))
+            follow(optimizer.optimizer, former, dict(model.named_parameters()))
 
         if self._run is None:
             if "plan.max_steps" not in place().given:

@@ -5,7 +5,6 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import torch
-from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
 from undula.adapters.accelerate.steps import Steps
@@ -24,16 +23,6 @@ class PreparedOptimizer(torch.optim.Optimizer):
         self.optimizer = optimizer
         self.steps: Steps | None = None
         """Steps of the run; None before the training begins."""
-
-    def follow(self, former: Mapping[nn.Parameter, str], now: Mapping[str, nn.Parameter]) -> None:
-        """Replace the optimizer's parameters by the shards that have taken their place in the model, if the run has sharded it.
-
-        Args:
-            former: Names of the parameters that the model had before.
-            now: Parameters that it has now, by name.
-        """
-        for group in self.optimizer.param_groups:
-            group["params"] = [now[former[each]] if each in former else each for each in group["params"]]
 
     @property
     def step_was_skipped(self) -> bool:
