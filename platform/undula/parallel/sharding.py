@@ -11,7 +11,8 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 from undula.errors import UsageError
 from undula.parallel.spec import ShardingSpec
 from undula.parallel.units import problem_of_units, units_of
-from undula.state.pieces import is_sharded_tensor
+from undula.state.optimizer_state import state_like
+from undula.state.pieces import copy_overlap, is_sharded_tensor, piece_of, spec_of
 
 _COMPARED = {SGD, Adam, AdamW, RMSprop, Adagrad, NAdam, RAdam, Adamax, Adadelta, ASGD}
 """Optimizers of torch whose results on shards are those on whole parameters, as tests show."""
@@ -170,6 +171,31 @@ def place_gradients(parameters: Iterable[nn.Parameter]) -> None:
         gradient: Any = parameter.grad
         if is_sharded_tensor(gradient) and gradient.placements != parameter.placements:  # type: ignore[attr-defined]
             parameter.grad = gradient.redistribute(placements=parameter.placements)  # type: ignore[attr-defined]
+
+
+def follow(optimizer: Optimizer, former: Mapping[nn.Parameter, str], now: Mapping[str, nn.Parameter]) -> None:
+    """Give an optimizer the parameters that have taken the place of others, or have moved, and the state that it has made for those.
+
+    Args:
+        optimizer: The optimizer.
+        former: Names of the parameters that the model had before.
+        now: Parameters that it has now, by name. They may be shards of the former ones.
+    """
+    for group in optimizer.param_groups:
+        group["params"] = [now[former[each]] if each in former else each for each in group["params"]]
+    for owner in [each for each in optimizer.state if each in former]:
+        parameter, entries = now[former[owner]], optimizer.state.pop(owner)
+        optimizer.state[parameter] = {key: _placed(optimizer, parameter, key, entries[key]) for key in entries}
+
+
+def _placed(optimizer: Optimizer, parameter: nn.Parameter, key: str, value: Any) -> Any:
+    """Return an entry of the state of a whole parameter as the one of the parameter in its place."""
+    if not isinstance(value, Tensor):
+        return value
+    whole = piece_of(value)
+    placed = state_like(optimizer, parameter, key, spec_of(whole))
+    copy_overlap(whole.box, whole.tensor, piece_of(placed))
+    return placed
 
 
 def _is_compared(optimizer: Optimizer) -> bool:

@@ -8,17 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from undula.errors import CheckpointError, UsageError
-from undula.state.pieces import (
-    TensorSpec,
-    copy_overlap,
-    dtype_named,
-    empty_tensor,
-    is_sharded_tensor,
-    local_part,
-    piece_of,
-    shard_with,
-    spec_of,
-)
+from undula.state.pieces import TensorSpec, dtype_named, empty_tensor, is_sharded_tensor, local_part, shard_with
 from undula.state.values import checked, decode, encode, leaves
 
 STATE = "optimizer.state"
@@ -122,33 +112,6 @@ def state_like(optimizer: torch.optim.Optimizer, parameter: nn.Parameter, key: s
         if any(parameter is member for member in group["params"]):
             is_on_device |= bool(group.get("capturable") or group.get("fused"))
     return empty_tensor(spec, parameter.device if is_on_device else None)
-
-
-def follow(
-    optimizer: torch.optim.Optimizer, former: Mapping[nn.Parameter, str], now: Mapping[str, nn.Parameter]
-) -> None:
-    """Give an optimizer the parameters that have taken the place of others, or have moved, and the state that it has made for those.
-
-    Args:
-        optimizer: The optimizer.
-        former: Names of the parameters that the model had before.
-        now: Parameters that it has now, by name. They may be shards of the former ones.
-    """
-    for group in optimizer.param_groups:
-        group["params"] = [now[former[each]] if each in former else each for each in group["params"]]
-    for owner in [each for each in optimizer.state if each in former]:
-        parameter, entries = now[former[owner]], optimizer.state.pop(owner)
-        optimizer.state[parameter] = {key: _placed(optimizer, parameter, key, entries[key]) for key in entries}
-
-
-def _placed(optimizer: torch.optim.Optimizer, parameter: nn.Parameter, key: str, value: Any) -> Any:
-    """Return an entry of the state of a whole parameter as the one of the parameter in its place."""
-    if not isinstance(value, Tensor):
-        return value
-    whole = piece_of(value)
-    placed = state_like(optimizer, parameter, key, spec_of(whole))
-    copy_overlap(whole.box, whole.tensor, piece_of(placed))
-    return placed
 
 
 def _extras(optimizer: torch.optim.Optimizer) -> dict[str, Any]:

@@ -24,8 +24,8 @@ from undula.config.yaml_file import Setting
 from undula.data.script.dataset import check_indexed
 from undula.errors import UsageError
 from undula.parallel.precision import dtype_of
+from undula.parallel.sharding import follow
 from undula.plan.precision import Compute
-from undula.state.optimizer_state import follow
 from undula.train.run import Run
 
 PRECISIONS: Mapping[str, Compute] = {"no": "fp32", "fp16": "fp16", "bf16": "bf16"}
