@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 from undula.config.environment import with_secrets
 from undula.config.job import load_spec, script_of
 from undula.config.yaml_file import Setting
-from undula.driver.script import begin_call, note_begin, run_script
+from undula.driver.launchers import end_all_but_first
+from undula.driver.script import begin_call, note_begin, refuse_process_group, run_script
 from undula.errors import SpecError, end_on_sigterm, needs_extra, one_sentence
 from undula.masking.output import mask_output
 from undula.study.load import load_study
@@ -48,9 +49,13 @@ def main(
     mask_output()
     if not begin_call(train):
         return
+    launch = end_all_but_first()
     options = _parser().parse_intermixed_args(argv)
     with one_sentence():
+        refuse_process_group()
         if not options.in_process:
+            if launch:
+                launch.require_cluster()
             _main_on_cluster(train, config, options, settings, trackers)
             return
         if options.study:
@@ -110,10 +115,13 @@ def study_main(argv: Sequence[str] | None = None) -> None:
             YAML and have the same name.
     """
     mask_output()
+    launch = end_all_but_first()
     study, *rest = [*(sys.argv[1:] if argv is None else argv), ""]
     with one_sentence():
         if not study or study.startswith("-"):
             raise SpecError("command line: the study is missing; give STUDY.yaml as the first argument")
+        if launch:
+            launch.require_cluster()
         overrides = [argument for argument in rest if argument and not argument.startswith("-")]
         script = script_of(load_study(Path(study), with_secrets(overrides)).file)
         run_script(script, ["--study", study, *(argument for argument in rest if argument)])
@@ -141,5 +149,7 @@ def _parser() -> argparse.ArgumentParser:
         "--smoke", action="store_true", help="go through all parts of a run once, and say what the run will take"
     )
     parser.add_argument("--fresh", action="store_true", help="delete the run in the run directory and start over")
+    # torch.distributed.launch and deepspeed add it.
+    parser.add_argument("--local-rank", "--local_rank", help=argparse.SUPPRESS)
     parser.add_argument("overrides", nargs="*", metavar="key.sub=value", help="override a value of the YAML")
     return parser

@@ -102,8 +102,17 @@ def test_an_exit_in_mid_run_is_no_success(script: Path, exits: str, reason: str)
     assert done.stderr.endswith(f"(job.py:{line})\n")
 
 
-def test_an_exit_after_the_last_step_ends_the_run(script: Path) -> None:
-    script.write_text(SCRIPT.replace("breakpoint()", "").replace("        AT_STEP", "    sys.exit()"))
+def test_a_variable_of_a_launcher_is_named_when_it_is_read(script: Path) -> None:
+    reads = 'assert sys.modules["os"].environ["RANK"]'
+    script.write_text(SCRIPT.replace("breakpoint()", "").replace("        AT_STEP", f"    {reads}"))
+    done = run_here(str(script.with_suffix(".yaml")))
+    assert done.returncode == 2, done.stdout + done.stderr
+    assert done.stderr.startswith("undula: the script reads the environment variable RANK, which launchers such as")
+
+
+@pytest.mark.parametrize("end", ["sys.exit()", "torch.distributed.destroy_process_group()"])
+def test_the_end_of_a_script_of_torchrun_is_that_of_a_run(script: Path, end: str) -> None:
+    script.write_text(SCRIPT.replace("breakpoint()", "").replace("        AT_STEP", f"    {end}"))
     done = run_here(str(script.with_suffix(".yaml")))
     assert done.returncode == 0, done.stderr
     assert "finished: " in done.stdout

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 from undula.errors import UsageError
+from undula.train.launched_habits import refusal_of
 
 _SHARD = "remove it; a model that is too large for a GPU can be sharded with fully_shard"
 _ORDER = "a run decides the samples of a batch; set train_sampling_strategy and pass train_dataset and data_collator"
@@ -172,17 +173,19 @@ _OF_LIBRARIES: Mapping[str, str] = {
 
 @contextmanager
 def explained() -> Iterator[None]:
-    """Say what to do if another library fails because this process is not as it expects.
+    """Say what to do if another library, or the script, fails because this process is not as it expects.
 
     Raises:
         UsageError: It does.
     """
     try:
         yield
-    except (RuntimeError, ValueError) as error:
+    except Exception as error:
         for part, sentence in _OF_LIBRARIES.items():
-            if part in str(error):
+            if part in str(error) and isinstance(error, RuntimeError | ValueError):
                 raise UsageError(sentence) from error
+        if refusal := refusal_of(error):
+            raise refusal from error
         raise
 
 

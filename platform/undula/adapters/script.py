@@ -89,6 +89,9 @@ class Script:
         except Offer as offer:
             self._offer = offer
             return offer.settings
+        except SystemExit as end:
+            if end.code:
+                raise
         raise SpecError(
             "the script ended without training as a run; import Trainer or Accelerator from undula.adapters, and let the function that "
             "launch() gets train with it"

@@ -78,6 +78,7 @@ def run(
     """
     from undula.config.environment import having, job_environment
     from undula.config.job import load_spec, script_of
+    from undula.driver.launchers import end_all_but_first
     from undula.driver.print_job import printed_by_script
     from undula.driver.project import refuse_without_entry
     from undula.driver.submission import run_in_this_process, run_submission, submission_of_job
@@ -85,6 +86,8 @@ def run(
     from undula.masking.values import with_declared
     from undula.telemetry.live import LiveScreen
 
+    if (launch := end_all_but_first()) and not (in_process or address):
+        launch.require_cluster()
     overrides = with_runs(overrides, runs)
     ray_env = runtime_env_of(runtime_env)
     environment = job_environment(env, secrets, secret_files, ray_env.get("env_vars", {}))

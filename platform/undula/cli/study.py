@@ -84,6 +84,7 @@ def run(
     """
     from undula.cluster.local import cluster_at_hand
     from undula.config.environment import having, job_environment
+    from undula.driver.launchers import end_all_but_first
     from undula.driver.submission import run_submission
     from undula.masking.values import with_declared
     from undula.study.load import load_study
@@ -91,6 +92,8 @@ def run(
     from undula.study.submission import submission_of_study
     from undula.telemetry.live import LiveScreen
 
+    if (launch := end_all_but_first()) and not address:
+        launch.require_cluster()
     _refuse_what_may_be_a_command(file)
     overrides = with_runs(overrides, runs, "overrides.runs")
     ray_env = runtime_env_of(runtime_env)

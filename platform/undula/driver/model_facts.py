@@ -31,6 +31,7 @@ from undula.plan.plan import Plan
 from undula.state.model_state import Shapes, model_shapes
 from undula.state.pieces import is_sharded
 from undula.train.job import Job
+from undula.train.launched_habits import refusal_of
 from undula.train.run import Run
 from undula.train.session import Check, Kept, Maps
 from undula.train.single_process import local_world
@@ -90,8 +91,8 @@ def script_facts(train: Callable[[Run], None], loaded: LoadedSpec, num_rows: int
             raise
         except (Exception, SystemExit) as error:
             # If the script itself is wrong, the workers report it with a traceback. It may also need a GPU, which the head does not have.
-            if probe.refusal is not None:
-                raise probe.refusal from None
+            if refusal := probe.refusal or refusal_of(error):
+                raise refusal from None
             probe.require_data(error)
             logging.getLogger("undula").warning(
                 "the model is not checked before workers start, because the script failed with %s before run.model(): %s",

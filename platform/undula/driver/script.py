@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from undula.errors import UsageError
+from undula.train.launched_habits import refusal_of
+from undula.train.launched_habits import refuse_process_group as refuse_process_group
 from undula.train.left_out import note_left_out
 from undula.train.script_call import begin_call as begin_call
 
@@ -58,12 +60,12 @@ def run_script(script: Path, arguments: Sequence[str]) -> None:
     sys.argv = [str(script), *arguments]
     try:
         runpy.run_path(str(script), run_name="__main__")
-    except SystemExit as end:
-        if end.code or _has_begun:
-            raise
-    except (FileNotFoundError, ModuleNotFoundError) as error:
+    except (Exception, SystemExit) as error:
+        if not _has_begun and (refusal := refusal_of(error)):
+            raise refusal from error
         note_left_out(error)
-        raise
+        if _has_begun or not isinstance(error, SystemExit) or error.code:
+            raise
     if not _has_begun:
         raise UsageError(
             f"{script.name} has ended and started no run; end it with undula.main(train), or with launch(main) of "

@@ -25,6 +25,7 @@ from undula.plan.plan import Plan
 from undula.state.events import LogEvent, WarningEvent
 from undula.state.goals import LOSS, GoalSpec, StopSpec
 from undula.state.pieces import RankState
+from undula.train.launched_habits import refusal_of
 from undula.train.loop import TrainingLoop
 from undula.train.parts import GivenParts, require_functions
 from undula.train.script_state import AfterStep, Capture, Restore
@@ -328,9 +329,13 @@ def call_train(train: Callable[[Run], None], run: Run, session: GroupSession) ->
         train(run)
     except StoppedExit:
         raise
+    except Exception as error:
+        if refusal := refusal_of(error):
+            raise refusal from error
+        raise
     except SystemExit as end:
         if end.code:
-            raise UsageError(
+            raise refusal_of(end) or UsageError(
                 f"the script ended rank {run.rank} with sys.exit({end.code!r}); raise an exception that says why"
             ) from end
         session.require_end()  # here, so that the traceback of its error has the place of the exit

@@ -18,6 +18,7 @@ from typing import Any
 
 from undula.data.script.pickling import modules_of, pickle_main_by_name
 from undula.errors import UsageError
+from undula.train.launched_habits import refusal_of
 from undula.train.script_call import OTHER_MAIN, Reached, number_of_calls, up_to_call
 from undula.train.work_folder import (
     Origin,
@@ -121,6 +122,10 @@ class ScriptFile:
                 exec(compile(self.sources[self.name], path, "exec"), vars(main))
         except Reached as reached:
             return reached.train
+        except Exception as error:
+            if refusal := refusal_of(error):
+                raise refusal from error
+            raise
         except SystemExit as end:
             raise UsageError(
                 f"{self.name} has ended with sys.exit({end.code!r}) in a worker, before it called undula.main"

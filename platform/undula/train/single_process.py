@@ -114,4 +114,5 @@ def local_world(
     try:
         yield
     finally:
-        dist.destroy_process_group()
+        if dist.is_initialized():  # a script of torchrun destroys it at its end
+            dist.destroy_process_group()

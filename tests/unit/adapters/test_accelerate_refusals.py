@@ -1,11 +1,14 @@
 """Tests of what the stand-in for Accelerate's Accelerator refuses, in the driver and in the loop."""
 
+import os
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from accelerate.utils import (
     DataLoaderConfiguration,
     DDPCommunicationHookType,
@@ -15,6 +18,7 @@ from accelerate.utils import (
 )
 from accelerate_kit import ROWS, Loop, changed, job_of, train
 from torch import Tensor, nn
+from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.utils.data import DataLoader, IterableDataset, WeightedRandomSampler
 
 from undula.adapters.accelerate import Accelerator, launch
@@ -67,6 +71,31 @@ def clips_by_torch(accelerator: Any, model: nn.Module) -> None:
 def test_wrong_calls_in_the_loop_are_refused(tmp_path: Path, loop: Loop, sentence: str) -> None:
     with pytest.raises((UsageError, AttributeError)) as caught:
         train(loop, tmp_path)
+    assert str(caught.value).startswith(sentence)
+
+
+def uses_the_group(*_: Any) -> None:
+    dist.barrier()
+
+
+def shards_its_optimizer(model: nn.Module) -> torch.optim.Optimizer:
+    return ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=0.1)
+
+
+@pytest.mark.parametrize(
+    ("loop", "sentence"),
+    [
+        (changed("before", lambda _: os.environ["LOCAL_RANK"]), "the script reads the environment variable LOCAL_RANK, which"),
+        (changed("before", uses_the_group), "the script uses torch.distributed where no run has made its process group"),
+        (changed("optimizer", shards_its_optimizer), "ZeroRedundancyOptimizer shards its state over the ranks itself"),
+        (changed("before", lambda _: sys.exit()), "the script ended without training as a run"),
+    ],
+)  # fmt: skip
+def test_what_a_launchers_script_does_before_it_trains_is_refused_in_the_driver(
+    tmp_path: Path, loop: Loop, sentence: str
+) -> None:
+    with pytest.raises(UndulaError) as caught:
+        job_of(loop, tmp_path)
     assert str(caught.value).startswith(sentence)
 
 

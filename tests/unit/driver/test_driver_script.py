@@ -35,6 +35,43 @@ def test_a_script_that_starts_no_run_fails(tmp_path: Path, text: str, status: in
     assert (done.returncode, done.stdout, done.stderr) == (status, "trained\n", err)
 
 
+PARSES = "import argparse\nparser = argparse.ArgumentParser()\nparser.add_argument('--lr')\nparser.parse_args()\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "reason", "line"),
+    [
+        ("import os\nrank = int(os.environ['LOCAL_RANK'])\n", "reads the environment variable LOCAL_RANK", 2),
+        ("import os\n\nrank = int(os.getenv('RANK'))\n", "reads the environment variable RANK", 3),
+        ("import os\nsize = int(os.environ.get('WORLD_SIZE'))\n", "reads the environment variable WORLD_SIZE", 2),
+        ("import os\nhost = os.environ['MASTER_ADDR']\n", "reads the environment variable MASTER_ADDR", 2),
+        (PARSES, "parses a command line of its own, but gets that of the job", 4),
+        (
+            "import torch.distributed as dist\ndist.init_process_group('gloo')\n",
+            "calls torch.distributed.init_process_",
+            2,
+        ),
+        ("import torch.distributed as dist\ndist.barrier()\n", "uses torch.distributed where no run has made", 2),
+    ],
+)
+def test_what_a_launchers_script_does_before_a_run_is_refused_with_its_line(
+    tmp_path: Path, text: str, reason: str, line: int
+) -> None:
+    done = drive(tmp_path, text, "--config", "job.yaml")
+    assert done.returncode == 2
+    sentence = done.stderr.splitlines()[-1]
+    assert sentence.startswith(f"undula: the script {reason}")
+    assert sentence.endswith(f"(job.py:{line})")
+
+
+def test_a_process_group_that_a_script_has_made_is_refused(tmp_path: Path) -> None:
+    made = "dist.init_process_group('gloo', store=dist.HashStore(), rank=0, world_size=1)"
+    done = drive(tmp_path, f"import torch.distributed as dist\nimport undula\n{made}\nundula.main(print)\n")
+    assert done.returncode == 2
+    assert done.stderr.startswith("undula: the script calls torch.distributed.init_process_group(), but a run makes")
+    assert done.stderr.endswith("(job.py:3)\n")
+
+
 def test_a_script_that_calls_main_gets_its_arguments_and_the_modules_beside_it(tmp_path: Path) -> None:
     (tmp_path / "job.yaml").write_text("name: job\n")
     (tmp_path / "beside.py").write_text("def train(run): ...\n")

@@ -1,12 +1,16 @@
 """Tests of jobs whose script gives its own dataset, which the driver looks at before any worker starts."""
 
+import argparse
 import json
+import os
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from drawn_data import ROWS, Drawn, DrawnAtOnce
 from numbers_job import write_numbers
 from torch import nn
@@ -55,6 +59,40 @@ def test_the_driver_knows_the_length_and_the_identity_of_the_scripts_dataset(tmp
     assert (record["train_rows"], record["dataset"]) == (ROWS, {"num_rows": ROWS, "name": "5c4f2a"})
     assert record["manifest_digest"] == IndexedData(ROWS, "5c4f2a").digest
     assert data_of(read_run(prepared.store)) == IndexedData(ROWS, "5c4f2a")
+
+
+def reads_its_rank(run: Run) -> None:
+    int(os.environ["RANK"])
+
+
+def makes_a_group(run: Run) -> None:
+    dist.init_process_group("gloo")
+
+
+def parses(run: Run) -> None:
+    argparse.ArgumentParser().parse_args(["--lr", "0.1"])
+
+
+@pytest.mark.parametrize(
+    ("train", "reason"),
+    [
+        (reads_its_rank, "the script reads the environment variable RANK, which launchers"),
+        (
+            makes_a_group,
+            "the script calls torch.distributed.init_process_group(), but a run makes its process group itself",
+        ),
+        (parses, "the script parses a command line"),
+    ],
+)
+@pytest.mark.parametrize("stored", [False, True])
+def test_what_a_launchers_script_does_in_its_train_function_is_refused_with_its_line(
+    tmp_path: Path, train: Callable[[Run], None], reason: str, stored: bool
+) -> None:
+    write_numbers(tmp_path, 24)
+    data = [f"data.train={tmp_path / 'data'}"] if stored else []
+    with pytest.raises(UsageError, match=f"^{re.escape(reason)}") as caught:
+        prepare(job(tmp_path, *data), train, fresh=True)
+    assert re.search(rf"\({Path(__file__).name}:{train.__code__.co_firstlineno + 1}\)$", str(caught.value))
 
 
 def test_the_dataset_is_made_on_the_cpu_and_the_model_without_memory(tmp_path: Path) -> None:

@@ -100,6 +100,7 @@ def test_a_worker_gets_the_train_function_of_the_call_that_trains(tmp_path: Path
     ("text", "words"),
     [
         ("", "job.py has ended in a worker without calling undula.main"),
+        ("import os\nos.environ['RANK']", r"reads the environment variable RANK, .* \(job.py:2\)$"),
         ("import sys\nsys.exit(3)", r"job.py has ended with sys.exit\(3\) in a worker, before it called undula.main"),
     ],
 )

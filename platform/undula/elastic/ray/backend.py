@@ -86,8 +86,11 @@ class InProcessGroup(AbstractContextManager[None]):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        # NCCL's regular shutdown would wait forever for a lost rank.
-        if error is not None and dist.get_backend() == "nccl":
+        if not dist.is_initialized():  # a script of torchrun destroys it at its end
+            pass
+        elif (
+            error is not None and dist.get_backend() == "nccl"
+        ):  # whose regular shutdown would wait forever for a lost rank
             dist.distributed_c10d._abort_process_group()
         else:
             dist.destroy_process_group()
