@@ -3,6 +3,7 @@
 Modules are made on the CPU, because a run may have another default device of torch.
 """
 
+import itertools
 import math
 import random
 from collections.abc import Callable, Container
@@ -104,6 +105,29 @@ class Embedded(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.layer(self.table((x[:, 0] * (ROWS - 1)).long()))  # type: ignore[no-any-return]
+
+
+COUNTED = itertools.count()
+
+
+class Counted(nn.Module):
+    """Layers whose names have numbers that a library counts in its process, as Keras does: a model made later has others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.numbers = [next(COUNTED) for _ in range(3)]
+        layers = network(), nn.Linear(1, 4), nn.Linear(4, 1)
+        self.layers = nn.ModuleDict(
+            {
+                f"dense_{number}" if number else "dense": layer
+                for number, layer in zip(self.numbers, layers, strict=True)
+            }
+        )
+        self.norm = nn.BatchNorm1d(1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        first, *others = self.layers.values()
+        return others[1](torch.tanh(others[0](self.norm(first(x)))))  # type: ignore[no-any-return]
 
 
 class Counting(nn.Module):

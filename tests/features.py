@@ -18,6 +18,7 @@ from drawn_data import drawn_job
 from feature_scripts import (
     Averaged,
     Blocks,
+    Counted,
     Counting,
     Embedded,
     Loop,
@@ -48,6 +49,7 @@ from undula.plan.schedule import ScheduleSpec
 from undula.recovery.worker_state import LeaveGroup, Request, WorkerState
 from undula.state.events import StartEvent, ValidationEvent
 from undula.state.ledger import events_of, read_ledger
+from undula.state.model_state import names_in_state
 from undula.state.spec import CheckpointSpec
 from undula.storage import Store
 from undula.train import loss_scale, micro_batches
@@ -106,6 +108,7 @@ FEATURES: dict[str, Feature] = {
     "deterministic": Feature(Loop(Averaged), {"deterministic": True}),
     "buffers": Feature(Loop(Averaged)),
     "counts in buffers": Feature(Loop(Counting)),
+    "names by a count": Feature(Loop(Counted, adamw)),
     "BatchNorm": Feature(Loop(normed(nn.BatchNorm1d))),
     "SyncBatchNorm": Feature(Loop(normed(nn.SyncBatchNorm)), like="BatchNorm"),
     "sparse gradients": Feature(Loop(Embedded, partial(sgd, momentum=0.0))),
@@ -169,7 +172,7 @@ FEATURES |= {
         *((1, "BatchNorm"), (3, "BatchNorm"), (2, "clipped"), (1, "short last step"), (2, "short last step")),
         *((3, "uneven micro-batches"), (1, "no samples"), (3, "no samples"), (2, "mean over tokens")),
         *((3, "bf16, blocks"), (2, "fp16"), (3, "fp16"), (3, "activations=sqrt"), (2, "lars"), (3, "lamb")),
-        *((3, "random numbers"), (2, "loader processes"), (3, "counts in buffers")),
+        *((3, "random numbers"), (2, "loader processes"), (3, "counts in buffers"), (3, "names by a count")),
         *((1, "noise scale"), (2, "noise scale, uneven micro-batches"), (3, "noise scale, uneven micro-batches")),
         *((stage, "experts, heads and skipped blocks") for stage in (1, 2, 3)),
         *((2, "rule noise_scale"), (3, "rule adascale"), (1, "compressed"), (2, "compressed"), (3, "compressed")),
@@ -257,8 +260,9 @@ def _train(
         FEATURES[name].train(run, ends)
     run.hand_over()
     module = run._loop.model.module  # type: ignore[union-attr]
+    name_of = names_in_state(module)
     state = {
-        key: getattr(value, "full_tensor", lambda value=value: value)().double().flatten().tolist()
+        name_of(key): getattr(value, "full_tensor", lambda value=value: value)().double().flatten().tolist()
         for key, value in module.state_dict().items()
     }
     run.free()

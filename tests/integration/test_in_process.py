@@ -10,6 +10,7 @@ import torch
 from alone import train_alone
 from jobs_kit import LANGUAGE_MODEL, SMALL
 
+from undula.state.commit import find_commits
 from undula.state.events import FailEvent
 from undula.state.ledger import last_event, read_ledger
 from undula.storage import open_store
@@ -73,6 +74,59 @@ def test_breakpoints_stop_the_training_once_and_ray_is_not_needed(script: Path) 
     assert done.stdout.count("('at', 0)") == 1
     assert done.stdout.count("model made") == 1
     assert "has ray: False" in done.stdout
+
+
+LIBRARY = """
+import itertools
+import torch
+
+_numbers = itertools.count()
+
+class Dense(torch.nn.Linear):
+    def __init__(self, *sizes):
+        super().__init__(*sizes)
+        number = next(_numbers)
+        self.name = f"dense_{number}" if number else "dense"
+
+class Sequential(torch.nn.Module):
+    def __init__(self, *layers):
+        super().__init__()
+        self.layers = torch.nn.ModuleDict({layer.name: layer for layer in layers})
+
+    def forward(self, x):
+        for layer in self.layers.values():
+            x = layer(x)
+        return x
+"""
+
+
+def test_a_library_may_count_the_layers_of_a_process(
+    script: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The driver's check makes the model once, and the training once more."""
+    (tmp_path / "installed").mkdir()
+    (tmp_path / "installed" / "counting.py").write_text(LIBRARY)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "installed"))
+    made = "counting.Sequential(counting.Dense(4, 3), counting.Dense(3, 1))"
+    text = SCRIPT.replace("breakpoint()", "import counting").replace("torch.nn.Linear(4, 1)", made)
+
+    def run(after: str) -> "subprocess.CompletedProcess[str]":
+        script.write_text(text.replace("        AT_STEP", f"    {after}"))
+        return run_here(str(script.with_suffix(".yaml")))
+
+    failed = run("raise KeyError('predictions')")
+    assert failed.returncode == 1
+    resumed = run("print('predictions written')")
+    assert resumed.returncode == 0, resumed.stderr
+    assert "Training resumed from the checkpoint at step 2" in resumed.stdout
+    names = find_commits(open_store(f"{tmp_path}/runs/job"))[0][0].tensors
+    assert {"model.layers.dense.weight", "model.layers.dense_1.weight"} <= set(names), (
+        "as in a process that trains alone"
+    )
+    text = text.replace("    import counting", "    import counting; counting.Dense(1, 1)")
+    other = run("pass")
+    assert other.returncode == 2
+    assert "because a library counts the layers that a process makes, as Keras does, let it count anew" in other.stderr
 
 
 def test_an_exception_keeps_its_traceback_and_is_recorded(script: Path) -> None:

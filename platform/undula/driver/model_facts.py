@@ -28,7 +28,7 @@ from undula.parallel.parameters import features_of_model
 from undula.parallel.sharding import problem_of_sharding
 from undula.parallel.units import problem_of_units
 from undula.plan.plan import Plan
-from undula.state.model_state import Shapes, model_shapes
+from undula.state.model_state import Shapes, keep_names, model_shapes
 from undula.state.pieces import is_sharded
 from undula.train.job import Job
 from undula.train.launched_habits import refusal_of
@@ -197,6 +197,7 @@ class _Probe:
         if self.job.sharding.stage and problem is None and not is_sharded(module):
             problem = problem_of_sharding(module, self.job.sharding)
         problem = problem or problem_of_batch_norm(module)
+        keep_names(module)
         raise _ModelBuiltError(ModelFacts(model_shapes(module), frozenset(features_of_model(module)), problem))
 
     def stored_samples(self, maps: Maps) -> NoReturn:

@@ -183,7 +183,7 @@ def follow(optimizer: Optimizer, former: Mapping[nn.Parameter, str], now: Mappin
     """
     for group in optimizer.param_groups:
         group["params"] = [now[former[each]] if each in former else each for each in group["params"]]
-    for owner in [each for each in optimizer.state if each in former]:
+    for owner in [each for each in optimizer.state if isinstance(each, nn.Parameter) and each in former]:
         parameter, entries = now[former[owner]], optimizer.state.pop(owner)
         optimizer.state[parameter] = {key: _placed(optimizer, parameter, key, entries[key]) for key in entries}
 

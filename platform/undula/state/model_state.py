@@ -4,13 +4,15 @@ The state of a model consists of its parameters, its persistent buffers, and the
 buffers that were registered with `persistent=False`: a new module creates them again, so training must not change them.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 
 from undula.errors import CheckpointError
+from undula.state.counted_names import first_names, without_counts
 from undula.state.optimizer_state import (
     FITS,
     STATE,
@@ -28,7 +30,8 @@ EXTRA_STATE = "_extra_state"
 WRAPPERS = {"_orig_mod", "_checkpoint_wrapped_module"}
 """Names of the attributes in which torch.compile and activation checkpointing hold the module that they wrap."""
 
-
+_renamed: WeakKeyDictionary[nn.Module, Mapping[str, str]] = WeakKeyDictionary()
+"""Names in the state by those in the model, for models whose names have counts that have grown since this process made it first."""
 Shapes: TypeAlias = Mapping[str, tuple[int, ...] | None]
 """Global shapes of a model's parameters and persistent buffers, by their names in the state; None for a buffer that has no tensor yet."""
 
@@ -36,14 +39,15 @@ Shapes: TypeAlias = Mapping[str, tuple[int, ...] | None]
 def model_shapes(model: nn.Module) -> Shapes:
     """Return the shapes of the tensors that every state of a model has."""
     bare = bare_module(model)
+    name_of = names_in_state(bare)
     shapes: dict[str, tuple[int, ...] | None] = {
-        MODEL + _plain(key): tuple(value.shape)
+        MODEL + name_of(key): tuple(value.shape)
         for key, value in bare.state_dict().items()
         if isinstance(value, Tensor) and not is_extra(key)
     }
     for path, module in bare.named_modules(remove_duplicate=False):
         for key in module._buffers.keys() - module._non_persistent_buffers_set:
-            shapes.setdefault(MODEL + _plain(f"{path}.{key}" if path else key), None)
+            shapes.setdefault(MODEL + name_of(f"{path}.{key}" if path else key), None)
     return shapes
 
 
@@ -59,7 +63,12 @@ def check_shapes(shapes: Shapes, saved: Mapping[str, tuple[int, ...]], source: s
     Raises:
         CheckpointError: A tensor is missing on either side or has another shape.
     """
-    other = f"{source} is from another model"
+    other, own = f"{source} is from another model", [name for name in saved if name.startswith(MODEL)]
+    if shapes.keys() != set(own) and sorted(map(without_counts, shapes)) == sorted(map(without_counts, own)):
+        fix = (
+            "if only the numbers in names differ, because a library counts the layers that a process makes, as Keras does, let it count "
+            f"anew before the model is made (keras.utils.clear_session()); otherwise {fix}"
+        )
     for name, shape in shapes.items():
         if shape is None:
             continue
@@ -70,7 +79,7 @@ def check_shapes(shapes: Shapes, saved: Mapping[str, tuple[int, ...]], source: s
             raise CheckpointError(
                 f"{other}: its {short!r} has shape {saved[name]}, but the model's has shape {shape}; {fix}"
             )
-    if extra := [name for name in saved if name.startswith(MODEL) and name not in shapes and not is_extra(name)]:
+    if extra := [name for name in own if name not in shapes and not is_extra(name)]:
         raise CheckpointError(f"{other}: it has {extra[0].removeprefix(MODEL)!r}, which the model lacks; {fix}")
 
 
@@ -106,7 +115,8 @@ def load_model_state(model: nn.Module, state: Mapping[str, Any]) -> None:
         CheckpointError: The state belongs to another model.
     """
     bare = bare_module(model)
-    keys = {MODEL + _plain(key): key for key in bare.state_dict()}
+    name_of = names_in_state(bare)
+    keys = {MODEL + name_of(key): key for key in bare.state_dict()}
     values, used = {}, set(keys)
     for name, key in keys.items():
         if name not in state:
@@ -187,8 +197,8 @@ def beside_model_and_optimizer(state: Mapping[str, Any]) -> dict[str, Any]:
 
 def live_buffers(model: nn.Module) -> dict[str, Tensor]:
     """Return the model's buffers by their names in the state. A shared buffer appears under each of its names."""
-    buffers = bare_module(model).named_buffers(remove_duplicate=False)
-    return {f"{MODEL}{_plain(name)}": value for name, value in buffers}
+    name_of, buffers = names_in_state(model), bare_module(model).named_buffers(remove_duplicate=False)
+    return {f"{MODEL}{name_of(name)}": value for name, value in buffers}
 
 
 def is_extra(name: str) -> bool:
@@ -204,14 +214,16 @@ def bare_module(model: nn.Module) -> nn.Module:
 
 
 def named_parameters(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
-    """Return the parameters of a model with their names without the parts that wrappers of modules have added."""
-    return [(_plain(name), parameter) for name, parameter in bare_module(model).named_parameters()]
+    """Return the parameters of a model with their names in the state."""
+    name_of = names_in_state(model)
+    return [(name_of(name), parameter) for name, parameter in bare_module(model).named_parameters()]
 
 
 def _model_state(model: nn.Module) -> dict[str, Any]:
     state: dict[str, Any] = {}
+    name_of = names_in_state(model)
     for key, value in bare_module(model).state_dict().items():
-        name = MODEL + _plain(key)
+        name = MODEL + name_of(key)
         if isinstance(value, Tensor):
             state[name] = checked(name, value)
         else:
@@ -221,11 +233,11 @@ def _model_state(model: nn.Module) -> dict[str, Any]:
 
 def _make_late_buffers(model: nn.Module, table: Table) -> None:
     """Create buffers that are None in a new module but have values in the saved state."""
-    bare = bare_module(model)
+    bare, name_of = bare_module(model), names_in_state(model)
     device = next(map(_device_of, bare.parameters()), None)
     for path, module in bare.named_modules(remove_duplicate=False):
         for key, value in module._buffers.items():
-            name = MODEL + _plain(f"{path}.{key}" if path else key)
+            name = MODEL + name_of(f"{path}.{key}" if path else key)
             if value is None and name in table:
                 setattr(module, key, empty_tensor(table[name], device))
 
@@ -238,13 +250,15 @@ def _device_of(parameter: Any) -> torch.device:
 def parameter_names(model: nn.Module) -> dict[Tensor, str]:
     """Return the name of each parameter. A parameter that several modules share has the first of its names."""
     names: dict[Tensor, str] = {}
+    name_of = names_in_state(model)
     for name, parameter in bare_module(model).named_parameters(remove_duplicate=False):
-        names.setdefault(parameter, _plain(name))
+        names.setdefault(parameter, name_of(name))
     return names
 
 
 def _parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    return {_plain(name): parameter for name, parameter in bare_module(model).named_parameters(remove_duplicate=False)}
+    name_of, parameters = names_in_state(model), bare_module(model).named_parameters(remove_duplicate=False)
+    return {name_of(name): parameter for name, parameter in parameters}
 
 
 def _owner(name: str, parameters: Mapping[str, nn.Parameter]) -> tuple[str, str] | None:
@@ -257,6 +271,20 @@ def _owner(name: str, parameters: Mapping[str, nn.Parameter]) -> tuple[str, str]
             return None
         rest.append(last)
     return owner, ".".join(reversed(rest))
+
+
+def keep_names(model: nn.Module) -> None:
+    """Let the state of a model have the names with which this process made it first, as a new process would, if a library counts."""
+    bare = bare_module(model)
+    shapes = {_plain(key): tuple(getattr(value, "shape", ())) for key, value in bare.state_dict().items()}
+    if renamed := first_names(shapes):
+        _renamed[bare] = renamed
+
+
+def names_in_state(model: nn.Module) -> Callable[[str], str]:
+    """Return a function that returns the name in the state of a tensor of a model, given that in the model."""
+    renamed = _renamed.get(bare_module(model))
+    return _plain if renamed is None else lambda name: renamed.get(plain := _plain(name), plain)
 
 
 def _plain(name: str) -> str:

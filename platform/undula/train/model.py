@@ -21,6 +21,7 @@ from undula.parallel.precision import cpu_problem, dtype_of
 from undula.plan.plan import Plan
 from undula.recovery.progress import Progress
 from undula.state.events import WarningEvent
+from undula.state.model_state import keep_names
 from undula.state.pieces import is_sharded
 from undula.train.job import Job
 
@@ -57,6 +58,7 @@ def place_model(module: nn.Module, job: Job, plan: Plan, layout: Layout, make_en
     if layout.device.type == "cpu" and (problem := cpu_problem(job.precision.compute)):
         raise UsageError(problem)
     _check_module(module, bool(job.sharding.stage) or is_sharded(module))
+    keep_names(module)
     replaced = replace_sync_batch_norm(module)
     warnings = (WarningEvent("sync_batch_norm", ", ".join(replaced) or "the model itself"),) if replaced else ()
     undo: list[Callable[[], None]] = []

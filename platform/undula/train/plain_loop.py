@@ -20,7 +20,7 @@ from undula.parallel.reduce.tree_sum import added
 from undula.plan.plan import MicroBatch
 from undula.plan.tree import Node, combined
 from undula.recovery.worker_state import WorkerState
-from undula.state.model_state import bare_module
+from undula.state.model_state import bare_module, names_in_state
 from undula.train.buffers import BufferMean
 from undula.train.dry_run.rehearsal import LocalSession
 from undula.train.job import Job
@@ -220,12 +220,13 @@ def copied(batch: Any) -> Any:
 
 def parameters_of(module: nn.Module) -> dict[str, Tensor]:
     """Return copies of the parameters of a module by name, and its counts and flags: the buffers without fractions."""
+    name_of = names_in_state(module)  # which do not depend on what this process has made before
     counts = {
-        name: tensor
+        name_of(name): tensor
         for name, tensor in module.named_buffers()
         if not (tensor.is_floating_point() or tensor.is_complex())
     }
-    parameters = {name: tensor.detach().clone() for name, tensor in module.named_parameters()}
+    parameters = {name_of(name): tensor.detach().clone() for name, tensor in module.named_parameters()}
     return parameters | {name: tensor.double() for name, tensor in counts.items()}
 
 
