@@ -27,9 +27,7 @@ undula.main(train)
 def launch(command: list[str], script: Path, folder: Path, *arguments: str) -> "subprocess.CompletedProcess[str]":
     copy = folder / "job.py"
     copy.write_text(script.read_text() if script.exists() else SCRIPT)
-    copy.with_suffix(".yaml").write_text(
-        f"name: job\nruns: {folder}/runs\nplan: {{virtual_workers: 2}}\nschedule: {{decay: constant}}\n"
-    )
+    copy.with_suffix(".yaml").write_text(f"name: job\nruns: {folder}/runs\nplan: {{virtual_workers: 2}}\n")
     command = [sys.executable, "-m", *command, str(copy), "--in-process", *arguments]
     return subprocess.run(command, capture_output=True, text=True, timeout=300)
 
