@@ -41,6 +41,13 @@ ACCELERATOR_ARGUMENTS: Mapping[str, str] = {
     **dict.fromkeys(("torch_tp_plugin", "megatron_lm_plugin", "parallelism_config"), "remove it"),
 }
 """Arguments of Accelerate's Accelerator."""
+ACCELERATE_LAUNCH: Mapping[str, str] = {
+    "ACCELERATE_USE_FSDP": "set sharding.stage in the job's YAML",
+    "ACCELERATE_USE_DEEPSPEED": "set in the job's YAML what `undula convert deepspeed` says",
+    "ACCELERATE_DYNAMO_BACKEND": "set compile: true in the job's YAML",
+    **dict.fromkeys(("ACCELERATE_USE_MEGATRON_LM", "ACCELERATE_USE_PARALLELISM_CONFIG"), "remove it"),
+}
+"""Environment variables with which `accelerate launch` tells an Accelerator what it has been asked for."""
 ACCELERATOR: Mapping[str, str] = {
     "load_state": "remove it; the run restores its newest state itself",
     "skip_first_batches": "remove it; the run continues at its next step itself",
@@ -187,6 +194,17 @@ def explained() -> Iterator[None]:
         if refusal := refusal_of(error):
             raise refusal from error
         raise
+
+
+def refuse_launched(environment: Mapping[str, str]) -> None:
+    """Check what `accelerate launch` has been asked for.
+
+    Raises:
+        UsageError: A run cannot do it, or gets it from the job's YAML.
+    """
+    for name, instead in ACCELERATE_LAUNCH.items():
+        if (value := environment.get(name, "no")).lower() not in ("no", "false", "0", ""):
+            raise UsageError(f"accelerate launch has set {name}={value}, which a run does not take; {instead}")
 
 
 def refuse_arguments(

@@ -72,7 +72,12 @@ def refuse_process_group() -> None:
     script = Path(getattr(sys.modules["__main__"], "__file__", None) or sys.argv[0])
     lines = script.read_text(errors="replace").splitlines() if script.is_file() else []
     calls = [number for number, line in enumerate(lines, 1) if "init_process_group(" in line]
-    raise UsageError(_MAKES_GROUP + (f" ({script.name}:{calls[0]})" if calls else ""))
+    if calls:
+        raise UsageError(f"{_MAKES_GROUP} ({script.name}:{calls[0]})")
+    raise UsageError(
+        "a library has made torch's process group before the run, which makes its own, as TrainingArguments at the top level of a script "
+        "do under a launcher; make such objects in the function that trains"
+    )
 
 
 def _reason_of_command_line() -> str:

@@ -99,6 +99,20 @@ def test_what_a_launchers_script_does_before_it_trains_is_refused_in_the_driver(
     assert str(caught.value).startswith(sentence)
 
 
+def test_what_accelerate_launch_was_asked_for_is_taken_or_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ACCELERATE_DYNAMO_BACKEND", "NO")
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
+    assert job_of(Loop(), tmp_path).precision.compute == "bf16"
+    assert job_of(Loop(mixed_precision="no"), tmp_path).precision.compute == "fp32"
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    with pytest.raises(
+        UsageError, match=r"^accelerate launch has set ACCELERATE_USE_FSDP=true, .* sharding\.stage in the"
+    ):
+        job_of(Loop(), tmp_path)
+
+
 class Unfinished(Loop):
     """Script whose loop over batches lacks something."""
 

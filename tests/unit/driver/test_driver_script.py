@@ -70,6 +70,9 @@ def test_a_process_group_that_a_script_has_made_is_refused(tmp_path: Path) -> No
     assert done.returncode == 2
     assert done.stderr.startswith("undula: the script calls torch.distributed.init_process_group(), but a run makes")
     assert done.stderr.endswith("(job.py:3)\n")
+    (tmp_path / "library.py").write_text(f"import torch.distributed as dist\n{made}\n")
+    done = drive(tmp_path, "import library\nimport undula\nundula.main(print)\n")
+    assert done.stderr.startswith("undula: a library has made torch's process group before the run")
 
 
 def test_a_script_that_calls_main_gets_its_arguments_and_the_modules_beside_it(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """The stand-in for Accelerate's Accelerator: what a script gives to `prepare`, and what its loop calls for each batch."""
 
 import itertools
+import os
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -17,7 +18,7 @@ from undula.adapters.accelerate.prepared import PreparedOptimizer, PreparedSched
 from undula.adapters.accelerate.processes import Processes
 from undula.adapters.accelerate.repeated import last_batch, undone
 from undula.adapters.accelerate.steps import Steps
-from undula.adapters.refusals import ACCELERATOR, ACCELERATOR_ARGUMENTS, refuse_arguments
+from undula.adapters.refusals import ACCELERATOR, ACCELERATOR_ARGUMENTS, refuse_arguments, refuse_launched
 from undula.adapters.script import Offer, place
 from undula.adapters.source import refuse_break
 from undula.config.yaml_file import Setting
@@ -44,7 +45,7 @@ class Accelerator(Processes):
     The script sees as many processes as the plan has virtual workers, whatever the number of workers is.
 
     Args:
-        mixed_precision: "no", "fp16" or "bf16"; by default, `precision.compute` of the job.
+        mixed_precision: "no", "fp16" or "bf16"; by default, what `accelerate launch` was asked for, or `precision.compute` of the job.
         gradient_accumulation_steps: Number of batches of each virtual worker in a step.
         step_scheduler_with_optimizer: True, because the run advances the scheduler in each step.
         split_batches: Whether the virtual workers share a batch of a DataLoader, instead of taking one each.
@@ -78,6 +79,10 @@ class Accelerator(Processes):
                 raise UsageError(
                     "Accelerator got a dataloader_config with even_batches=False; leave it True, the plan decides what an uneven step has"
                 )
+        if place().run is None:
+            refuse_launched(os.environ)
+            launched = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
+            mixed_precision = launched if mixed_precision is None and launched != "no" else mixed_precision
         if mixed_precision not in (None, *PRECISIONS):
             raise UsageError(
                 f"Accelerator got mixed_precision={mixed_precision!r}; set it to one of {', '.join(map(repr, PRECISIONS))}"
@@ -221,7 +226,7 @@ class Accelerator(Processes):
                 )
             values["schedule.decay"] = "constant", "the script, which has no scheduler,"
         if self._precision is not None:
-            values["precision.compute"] = self._precision, "Accelerator(mixed_precision=...) of the script"
+            values["precision.compute"] = self._precision, "mixed_precision of the script or of accelerate launch"
         return {key: Setting(value, origin) for key, (value, origin) in values.items()}
 
     def _epochs(
