@@ -56,8 +56,6 @@ class Launch:
 
     by: str
     """Name of the launcher."""
-    size: int
-    """Number of the processes."""
     has_nodes: bool
     """Whether they are on several nodes."""
 
@@ -77,13 +75,13 @@ class Launch:
 def end_all_but_first() -> Launch | None:
     """End this process if a launcher has started it as another one than the first; the first one says so, if there are others.
 
-    The variables about ranks are deleted, which would be wrong in workers.
+    The variables about ranks are deleted, because workers would inherit them.
 
     Returns:
         The processes; None if this one is alone.
 
     Raises:
-        SystemExit: This process is not the first one. Its status is 0, for which no launcher stops the others.
+        SystemExit: This process is not the first one. Its status is 0, with which no launcher stops the others.
     """
     launcher = next(filter(_has_started_this, _LAUNCHERS), None)
     if launcher is None:
@@ -102,7 +100,7 @@ def end_all_but_first() -> Launch | None:
         file=sys.stderr,
         flush=True,
     )
-    return Launch(launcher.name, size, int(local_size) < size or int(nodes) > 1)
+    return Launch(launcher.name, int(local_size) < size or int(nodes) > 1)
 
 
 def _has_started_this(launcher: _Launcher) -> bool:

@@ -1,5 +1,5 @@
-"""What scripts do that a launcher such as torchrun has started: they read its environment variables and make the process group. A run
-does neither for them, so that the error of such a line becomes a sentence with the fix."""
+"""Habits of scripts that a launcher such as torchrun starts: they read its environment variables, make the process group, and parse a
+command line. In a run, such a line fails with an error that does not say why, in whose place a sentence names the line and the fix."""
 
 import re
 import sys
@@ -14,6 +14,14 @@ _INSTEAD = {
     "LOCAL_RANK": "run.device",
 }
 """What a train function has in place of an environment variable of torchrun."""
+_MAKES_GROUP = (
+    "the script calls torch.distributed.init_process_group(), but a run makes its process group itself; remove the call"
+)
+SHARDS_STATE = (
+    "shards its state over the ranks itself, so that a run could not restore it; pass the optimizer that it wraps, and set "
+    "sharding.stage: 1 in the job's YAML, which does the same"
+)
+"""What is wrong with an optimizer such as ZeroRedundancyOptimizer, and the fix."""
 _READS = re.compile(
     r"(?:environ(?:\.get)?|getenv)\W+(\w*RANK|\w*WORLD_SIZE|\w*PROCID|\w*LOCALID|MASTER_ADDR|MASTER_PORT)\b"
 )
@@ -43,21 +51,13 @@ def refusal_of(error: BaseException) -> UsageError | None:
         reason = _MAKES_GROUP
     elif "process group has not been initialized" in str(error):
         if any(Path(file).name == "zero_redundancy_optimizer.py" for _, file in named):
-            reason = (
-                "ZeroRedundancyOptimizer shards its state over the ranks itself, so that a run could not restore it; pass the optimizer "
-                "that it wraps, and set sharding.stage: 1 in the job's YAML, which does the same"
-            )
+            reason = f"ZeroRedundancyOptimizer {SHARDS_STATE}"
         else:
             reason = (
                 "the script uses torch.distributed where no run has made its process group; remove what a launcher's script did there, or "
                 "do it in the loop over the steps"
             )
     return _with_place(reason, error) if reason else None
-
-
-_MAKES_GROUP = (
-    "the script calls torch.distributed.init_process_group(), but a run makes its process group itself; remove the call"
-)
 
 
 def refuse_process_group() -> None:

@@ -15,6 +15,7 @@ from undula.data.stored.maps import SampleFunction
 from undula.errors import UsageError
 from undula.parallel.engines.engine import Engine
 from undula.state.events import WarningEvent
+from undula.train.launched_habits import SHARDS_STATE
 from undula.train.learning_rate import OptimizerRates, rates_of
 from undula.train.model import PlacedModel
 from undula.train.samples import SampleSource
@@ -122,10 +123,7 @@ class GivenParts:
         if hasattr(optimizer, "skip_synchronize"):
             raise UsageError("run.optimizer() got a DistributedOptimizer of Horovod; pass the optimizer that it wraps")
         if _SHARDING & {kind.__name__ for kind in type(optimizer).__mro__}:
-            raise UsageError(
-                f"run.optimizer() got a {type(optimizer).__name__}, which shards its state over the ranks itself, so that a run could not "
-                "restore it; pass the optimizer that it wraps, and set sharding.stage: 1 in the job's YAML, which does the same"
-            )
+            raise UsageError(f"run.optimizer() got a {type(optimizer).__name__}, which {SHARDS_STATE}")
         if self._rates is not None:
             raise UsageError(
                 "run.optimizer() was called twice, but a run has one optimizer; use one optimizer with several parameter groups"
