@@ -4,6 +4,7 @@ import dataclasses
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -18,7 +19,7 @@ from undula.errors import STRICT, SpecError
 from undula.masking.values import holds_declared
 from undula.state.defaults import DEFAULT_RUNS, RUNS_VARIABLE, default_runs
 from undula.telemetry.registry import TrackersSpec
-from undula.train.job import FORMER_PRECISION, JobSettings
+from undula.train.job import JobSettings
 
 LOGICAL = ("plan.", "precision.", "schedule.", "gradient.", "deterministic", "config.")
 """Keys that define the logical run. They cannot change when a run resumes."""
@@ -161,9 +162,9 @@ def _fix_of_unknown_key(tree: Mapping[str, Any], key: str) -> str | None:
 def changed_key(before: Mapping[str, Any], now: Mapping[str, Any]) -> tuple[str, Any, Any] | None:
     """Return the first key of the logical run whose value differs between two resolved jobs, and both values; None if none differs.
 
-    Secrets are compared by their digests.
+    Secrets are compared by their digests. Jobs of former versions lack keys, which have the value by which these versions trained.
     """
-    old, new = (dict(flatten(hide_secrets({**_LATER_SECTIONS, **tree}))) for tree in (before, now))
+    old, new = ({**_defaults(), **dict(flatten(hide_secrets(tree)))} for tree in (before, now))
     for key in sorted(old.keys() | new.keys()):
         if key.startswith(LOGICAL) and not same_value(old.get(key), new.get(key)):
             return key, old.get(key), new.get(key)
@@ -190,8 +191,10 @@ def as_tree(spec: Any) -> dict[str, Any]:
     return json.loads(TypeAdapter(type(spec)).dump_json(spec))  # type: ignore[no-any-return]
 
 
-_LATER_SECTIONS = {"precision": as_tree(FORMER_PRECISION)}
-"""Sections that jobs of older versions lack, with the values by which these versions trained."""
+@cache
+def _defaults() -> dict[str, Any]:
+    """Return the default of each key by dotted key, as JSON."""
+    return dict(flatten(as_tree(JobSpec("defaults"))))
 
 
 class Namespace(dict[str, Any]):

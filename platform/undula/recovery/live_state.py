@@ -27,6 +27,7 @@ class LiveState:
         optimizer: Optimizer of the run.
         beside: Callback that returns the rest of the state: pieces and JSON values that belong to neither the model nor the optimizer,
             by name.
+        check: Callback that gets the values of a state before it is restored, and raises an error if the run cannot go on with it.
 
     Attributes:
         model: Model of the run.
@@ -34,11 +35,16 @@ class LiveState:
     """
 
     def __init__(
-        self, model: nn.Module, optimizer: torch.optim.Optimizer, beside: Callable[[], Mapping[str, Any]] = dict
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        beside: Callable[[], Mapping[str, Any]] = dict,
+        check: Callable[[Mapping[str, Any]], None] = lambda values: None,
     ):
         self.model = model
         self.optimizer = optimizer
         self._beside = beside
+        self._check = check
 
     @cached_property
     def is_whole(self) -> bool:
@@ -58,13 +64,19 @@ class LiveState:
         live = live_buffers(self.model)
         return {name: value.detach().clone() for name, value in live.items() if name in held.pieces}
 
-    def targets(self, saved: Table) -> "Targets":
+    def targets(self, saved: Table, values: Mapping[str, Any]) -> "Targets":
         """Return tensors of this rank into which a saved state can be restored.
 
         Args:
             saved: Table of the saved tensors. It may include tensors that the optimizer creates only at its first step.
+            values: Values of the saved state.
+
+        Raises:
+            CheckpointError: The run cannot go on with the saved state.
         """
-        return Targets(self.model, self.optimizer, self._beside(), saved)
+        targets = Targets(self.model, self.optimizer, self._beside(), saved)
+        self._check(values)
+        return targets
 
 
 class Targets:

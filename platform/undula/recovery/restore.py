@@ -126,7 +126,7 @@ class Restorer:
                 "restore the plan and the data, set another name, or start over with --fresh"
             )
         self.begin(commit.step)
-        targets = self.live.targets(table_of(commit))
+        targets = self.live.targets(table_of(commit), commit.values)
         self._enter_reading(commit.bytes)
         values = self.checkpoints.load(commit, targets.pieces)
         targets.load(values)
@@ -144,7 +144,7 @@ class Restorer:
         self.enter(STARTING, sum(offer.bytes() for offer in mine) / MEMORY_BYTES_S)
         states = [offer.load(age, self.live.optimizer) for offer in mine]
         values, rows, expected = self._common(mine, used, age)
-        targets = self.live.targets(expected)
+        targets = self.live.targets(expected, values)
         given = [answer for of_source in used for answer in of_source]
         is_whole = given[0].holding is None
         if is_whole and all(used[:size]):

@@ -180,6 +180,10 @@ def empty_like_saved(model: nn.Module, optimizer: torch.optim.Optimizer, table: 
                 raise CheckpointError(
                     f"the saved state has {name!r} with shape {shape}, but the model {difference}; {FITS}"
                 )
+            if (own_dtype := spec_of(piece_of(present)).dtype) != spec.dtype:
+                raise CheckpointError(
+                    f"the saved state has {name!r} in {spec.dtype}, and the model has it in {own_dtype}; {FITS}"
+                )
             targets[name] = present
         elif present is not None and not is_extra(name) and spec_of(piece_of(present)) == spec:
             targets[name] = present

@@ -16,6 +16,8 @@ ENTRIES = "optimizer.entries"
 GROUPS = "optimizer.groups"
 SHARED = "optimizer.shared"
 EXTRAS = "optimizer.extras"
+COMPUTING = ("foreach", "fused", "capturable", "differentiable")
+"""Settings of a group that say how torch computes a step, for example on which device. They are no part of the state."""
 FITS = "restore the previous settings, set another name, or start over with --fresh"
 """Fix for a saved state that belongs to another model or optimizer, for messages."""
 
@@ -145,7 +147,7 @@ def _load_groups(
             raise CheckpointError(
                 f"parameter group {number} of the optimizer has parameters that the saved one lacks; {FITS}"
             )
-        present.update(settings)
+        present.update({key: value for key, value in settings.items() if key not in COMPUTING or key not in present})
         present["params"] = members
 
 

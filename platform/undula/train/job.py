@@ -15,13 +15,11 @@ from undula.errors import STRICT
 from undula.parallel.capabilities import Feature, features_of, refusal
 from undula.parallel.spec import ActivationsSpec, EngineName, EngineSettings, GradientSpec, ShardingSpec
 from undula.plan.plan import Plan, PlanSpec
-from undula.plan.precision import FP32, PrecisionSpec
+from undula.plan.precision import PrecisionSpec
 from undula.plan.schedule import ScheduleSpec
 from undula.state.goals import GoalSpec, StopSpec
 from undula.state.spec import CheckpointSpec
 
-FORMER_PRECISION = FP32
-"""Precision of jobs of versions that had no such section."""
 Name = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
 
 

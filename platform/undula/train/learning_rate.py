@@ -14,6 +14,7 @@ from undula.plan.rules import RULES, Ramp, RuleName, Scaled, scaled_beta, warnin
 from undula.plan.schedule import Schedule, ScheduleSpec
 from undula.state.events import BatchEvent
 from undula.state.values import decode, encode
+from undula.train.given import RECORD
 
 GROUP_RATES = "schedule.group_rates"
 SCHEDULER = "schedule.scheduler"
@@ -268,8 +269,11 @@ class GroupRates:
         return {GROUP_RATES: self._initial} if len(self._initial) > self._num_first_groups else {}
 
     def restore(self, values: Mapping[str, Any]) -> None:
-        """Restore the initial settings that `values` returned, for the groups that the script added before the checkpoint."""
+        """Restore the initial settings: those that the script has given, and for the groups that it added before the checkpoint those that
+        `values` returned."""
         self._rates = _lrs_of(self._optimizer)  # of the restored state, if there is one
+        for number, group in enumerate(values.get(RECORD, {}).get("groups", ())):
+            self._initial[number] = _initial_settings(decode(group["settings"], {}))
         self._initial += [dict(initial) for initial in values.get(GROUP_RATES, ())[len(self._initial) :]]
 
 

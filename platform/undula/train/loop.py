@@ -67,7 +67,8 @@ class TrainingLoop:
         """Means of the newest validation of this group, also of one before the first step; empty if there was none."""
         self.model = TrainedModel(job, setup.plan, layout, parts.engine, parts.model, parts.rates)
         self.attempt = Attempt(setup)
-        self.saver = StateSaver(setup, self.attempt, LiveState(parts.model, parts.engine.optimizer, self._beside))
+        live = LiveState(parts.model, parts.engine.optimizer, self._beside, parts.given.check)
+        self.saver = StateSaver(setup, self.attempt, live)
         self.boundary = StepBoundary(setup, self.model, parts.state, self.attempt, self.saver)
         self._phases = StepPhases(setup.worker)
         self._batches: MicroBatches | None = None
@@ -86,6 +87,7 @@ class TrainingLoop:
             **self.model.values(),
             **self._results.values(),
             **self._parts.state.values(),
+            **self._parts.given.values(),
             STATE: self._arithmetic,
             **self.saver.values(),
         }
@@ -184,7 +186,8 @@ class TrainingLoop:
         self.model.baseline.take()
         is_exact = self._setup.job.has_same_bits(on_gpus=self._setup.layout.device.type != "cpu")
         attempt.begin(restored, self._arithmetic, is_exact and self.model.engine.has_same_bits)
-        change = self.model.restore(restored.values, start)
+        changes = [*parts.given.resume(restored.values, parts.state.changes(restored.values), start)]
+        change = self.model.restore({**restored.values, **parts.given.values()}, start)
         self._results.restore(restored.values)
         seed_between_steps(self._setup.job.plan.seed, "after the update", start)  # for work that the script repeats
         parts.state.restore(restored.values)
@@ -193,7 +196,7 @@ class TrainingLoop:
         if change:
             attempt.report(change)
         attempt.compare_arithmetic(self._arithmetic, restored)
-        for warning in parts.warnings(start):
+        for warning in (*changes, *parts.warnings(start)):
             attempt.report(warning)
         self.saver.begin(restored)
 

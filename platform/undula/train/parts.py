@@ -15,6 +15,7 @@ from undula.data.stored.maps import SampleFunction
 from undula.errors import UsageError
 from undula.parallel.engines.engine import Engine
 from undula.state.events import WarningEvent
+from undula.train.given import Given
 from undula.train.launched_habits import SHARDS_STATE
 from undula.train.learning_rate import OptimizerRates, rates_of
 from undula.train.model import PlacedModel
@@ -38,6 +39,8 @@ class ScriptParts:
     """Module that the script calls."""
     rates: OptimizerRates
     """Learning rates of the optimizer."""
+    given: Given
+    """What the script and the job have given, for comparison with a restored state."""
     samples: SampleSource
     state: ScriptState
     """Values that belong to the state of the run."""
@@ -72,6 +75,7 @@ class GivenParts:
     _maps: "Maps" = None, None
     _placed: PlacedModel | None = None
     _rates: OptimizerRates | None = None
+    _given: Given | None = None
 
     def __init__(self, session: "Session"):
         self._session = session
@@ -128,8 +132,10 @@ class GivenParts:
             raise UsageError(
                 "run.optimizer() was called twice, but a run has one optimizer; use one optimizer with several parameter groups"
             )
+        rates = rates_of(optimizer, scheduler, self._session.job.schedule, self._session.plan)
+        self._given = Given.of(self._session.job, self._placed.model, optimizer, scheduler)
         self._placed.engine.prepare(self._placed.model, optimizer)
-        self._rates = rates_of(optimizer, scheduler, self._session.job.schedule, self._session.plan)
+        self._rates = rates
 
     def complete(self, validates: bool) -> ScriptParts:
         """Return all parts, after which none can be added.
@@ -137,15 +143,15 @@ class GivenParts:
         Args:
             validates: Whether the script has a function that validates.
         """
-        placed, rates = self._placed, self._rates
-        if placed is None or rates is None:
+        placed, rates, given = self._placed, self._rates, self._given
+        if placed is None or rates is None or given is None:
             raise UsageError("run.steps() was called before run.model() and run.optimizer(); call both first")
         no_function = "run.steps() got no function", "pass validate= to it"
         if not validates and (problem := self._session.job.problem_without_validation(*no_function)):
             raise UsageError(problem)
         self._is_complete = True
         samples = self._samples or self._session.stored_samples(self._maps)
-        return ScriptParts(placed.engine, placed.model, rates, samples, self._state, validates, placed.warnings)
+        return ScriptParts(placed.engine, placed.model, rates, given, samples, self._state, validates, placed.warnings)
 
     def free(self) -> None:
         """Free the model, the optimizer and the dataset. The next group makes new ones, and there may not be memory for both."""
@@ -153,7 +159,7 @@ class GivenParts:
             self._placed.remove()
         if self._samples:
             self._samples.free()
-        self._placed = self._rates = self._samples = None
+        self._placed = self._rates = self._given = self._samples = None
 
 
 _FUNCTIONS = {

@@ -67,6 +67,19 @@ class ScriptState:
             return {}
         return {_ENTRY: {"owed_since": self._owed_since, "values": self._values}}
 
+    def changes(self, values: Mapping[str, Any]) -> list[str]:
+        """Return descriptions of what a state has of the script that is not registered now, and the other way round."""
+        saved = values.get(_ENTRY, {}).get("values", {})
+        lost = [
+            f"run.state({name!r}) is not called any more, and its value is dropped"
+            for name in saved.keys() - self._parts.keys()
+        ]
+        new = [
+            f"run.state({name!r}) was not called before, and its value begins anew"
+            for name in self._parts.keys() - saved.keys()
+        ]
+        return [*sorted(lost), *sorted(new)]
+
     def restore(self, values: Mapping[str, Any]) -> None:
         """Give the values of a restored state back to the script."""
         entry = values.get(_ENTRY, {})

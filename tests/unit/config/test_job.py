@@ -7,7 +7,7 @@ from pathlib import Path
 import jsonschema
 import pytest
 
-from undula.config.job import JobSpec, LoadedSpec, absolute_paths, as_tree, json_schema, load_spec
+from undula.config.job import JobSpec, LoadedSpec, absolute_paths, as_tree, changed_key, json_schema, load_spec
 from undula.config.yaml_file import flatten
 from undula.driver.record import job_of
 from undula.errors import SpecError
@@ -420,3 +420,10 @@ def test_relative_paths_with_any_characters_become_absolute(load: Load) -> None:
     loaded = load("runs: 'my #runs'\n")
     (override,) = absolute_paths(replace(loaded.spec, data=replace(loaded.spec.data, train="/data")))
     assert load("", override).spec.runs == str(Path("my #runs").absolute())
+
+
+def test_a_job_of_a_version_without_a_key_resumes_unless_the_key_is_set(load: Load) -> None:
+    former = load().tree()
+    del former["gradient"]["noise_every_steps"], former["precision"]
+    assert changed_key(former, load().tree()) is None
+    assert changed_key(former, load("gradient: {noise_every_steps: 2}\n").tree()) == ("gradient.noise_every_steps", 0, 2)

@@ -77,7 +77,7 @@ def test_a_piece_that_a_changed_setting_adds_or_removes_starts_anew(saved: dict[
     optimizer, own = torch.optim.SGD(model.parameters(), lr=0.1), torch.zeros(2)
     live = LiveState(model, optimizer, lambda: {"measured": piece_of(own)})
     state = rank_state({**model_and_optimizer_state(model, optimizer), **saved, "gone": torch.ones(3)})
-    targets = live.targets(state.expected)
+    targets = live.targets(state.expected, state.values)
     targets.copy_whole(state)
     targets.load(state.values)
     assert own.tolist() == [wanted] * 2

@@ -7,7 +7,10 @@ from undula.state.events import StartEvent, WarningEvent
 def is_exact(run: RecordedRun) -> bool:
     """Return whether a run has the same bits wherever and however often its steps were computed."""
     starts = _starts(run)
-    is_mixed = any(isinstance(event, WarningEvent) and event.code == "mixed_machines" for event in run.events)
+    codes = {event.code for event in run.events if isinstance(event, WarningEvent)}
+    if "settings_taken" in codes:  # a run that has them from its first step on has other weights
+        return False
+    is_mixed = "mixed_machines" in codes
     return _is_deterministic(run) or (bool(starts) and all(start.same_bits for start in starts) and not is_mixed)
 
 

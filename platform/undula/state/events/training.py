@@ -335,6 +335,7 @@ WarningCode = Literal[
     "checkpoint_skipped", "checkpoint_failed", "checkpoints_not_removed", "no_snapshots", "no_replicas", "state_at_risk",
     "no_validation", "no_validation_data", "batch_rule", "other_rates", "mixed_machines", "gradient_overflow",
     "no_finite_gradients", "non_finite_gradient", "node_refused", "unfinished_work", "sync_batch_norm", "state_beside_model",
+    "settings_taken", "settings_kept",
 ]  # fmt: skip
 _WARNINGS: Mapping[WarningCode, str] = {
     "checkpoint_skipped": "A damaged checkpoint is not used: {detail}.",
@@ -349,6 +350,10 @@ _WARNINGS: Mapping[WarningCode, str] = {
     "workers they would depend on the number of workers: {detail}; use BatchNorm to avoid this message.",
     "state_beside_model": "A step changes {detail}, which is no part of the model: it begins anew after a resume and, if batches "
     "change it, depends on the number of workers; make its module a part of the one that run.model() gets, or keep it in a buffer there.",
+    "settings_taken": "The run goes on with other settings than its state was saved with: {detail}; to have them from the first step on, "
+    "start over with --fresh.",
+    "settings_kept": "The script gives other settings than before, although it was not submitted again, so that they depend on the workers "
+    "or the time; the run keeps those that it began with: {detail}; derive them from run.plan or run.config.",
     "unfinished_work": "The state after step {detail} is not used, because the group ended while the script worked after step.update() "
     "or had other weights in the model; the run resumes from an older state. With run.state(), a script can repeat such work.",
     "no_validation": "Nothing is validated: there are validation data, but run.steps() was called without validate=; pass validate=.",

@@ -1,0 +1,256 @@
+"""What the script and the job have given to a run beside its plan, recorded in the state, and compared with that when the run resumes.
+
+A schedule or the script may change settings of the optimizer in training. What is compared is therefore what the script gave to
+`run.optimizer()`, then and now. What has changed since is refused, or it is taken with an event. Within one submission the script is the
+same, so that a change depends on the workers or the time: the run keeps what it began with, also with an event.
+"""
+
+import dataclasses
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import LRScheduler
+
+from undula.errors import CheckpointError
+from undula.state.events import WarningEvent
+from undula.state.model_state import named_parameters, parameter_names
+from undula.state.optimizer_state import COMPUTING, FITS, GROUPS
+from undula.state.values import decode, encode
+from undula.train.job import Job
+
+RECORD = "given"
+"""Name of the record in the state."""
+NOT_SET = "not set"
+MOST_NAMED = 6
+"""Maximum number of changes that an event names."""
+LOGICAL = ("schedule", "gradient", "deterministic")
+"""Fields of a job that define the run beside the plan. A change is refused."""
+FREE = ("engine", "compile", "sharding.gather", "sharding.offload", "validation", "stop", "checkpoint.keep_best")
+"""Fields of a job that a resumed run may change, although they decide bits or the end of the run."""
+SCHEDULED = ("max_lr", "initial_lr", "min_lr", "lr", "max_momentum", "base_momentum")
+"""Settings of a group that a scheduler of torch derives from its own arguments."""
+NEEDS_STATE = {"amsgrad": "Adam", "centered": "RMSprop", "momentum": "RMSprop"}
+"""Settings that need state from the first step on if they are not zero, with the beginning of the names of classes for which they do."""
+
+
+@dataclass(frozen=True)
+class Given:
+    """What the script and the job have given.
+
+    Args:
+        record: What the state records of it, as JSON.
+        optimizer: Optimizer of the run.
+        settings: Settings of each group as the script gave them.
+        names: Names of the parameters of each group.
+    """
+
+    record: dict[str, Any]
+    optimizer: torch.optim.Optimizer
+    settings: Sequence[Mapping[str, Any]]
+    names: Sequence[Sequence[str]]
+    kept: dict[str, Any] = field(default_factory=dict)
+    """Record of a restored state, in so far as the run keeps it."""
+
+    @classmethod
+    def of(cls, job: Job, model: nn.Module, optimizer: torch.optim.Optimizer, scheduler: LRScheduler | None) -> "Given":
+        """Take what a script has given to `run.optimizer()`, before the run or a step changes it."""
+        settings = [_settings_of(group) for group in optimizer.param_groups]
+        names = parameter_names(model)
+        record = {
+            "submission": job.submission,
+            "job": dict(_fields_of(job)),
+            "frozen": [name for name, parameter in named_parameters(model) if not parameter.requires_grad],
+            "optimizer": _class_of(optimizer),
+            "groups": [
+                {"count": len(group["params"]), "settings": encode(f"{GROUPS}.{number}", own, {})}
+                for number, (group, own) in enumerate(zip(optimizer.param_groups, map(_plain, settings), strict=True))
+            ],
+            "scheduler": scheduler and {"class": _class_of(scheduler), "state": _state_of(scheduler)},
+        }
+        members = [[names.get(parameter, "") for parameter in group["params"]] for group in optimizer.param_groups]
+        return cls(record, optimizer, settings, members)
+
+    def values(self) -> dict[str, Any]:
+        """Return the record by its name in the state of the run."""
+        return {RECORD: {**self.record, **self.kept}}
+
+    def check(self, values: Mapping[str, Any]) -> None:
+        """Check that a saved state fits what is given now.
+
+        Args:
+            values: Values of the saved state. States of former versions have no record, and are not checked.
+
+        Raises:
+            CheckpointError: It does not.
+        """
+        if (saved := values.get(RECORD)) is None:
+            return
+        if gap := next(self._gaps(saved, values[GROUPS]), None):
+            raise CheckpointError(f"the run was saved with {gap}; {FITS}")
+
+    def resume(self, values: Mapping[str, Any], others: Sequence[str], step: int) -> Iterator[WarningEvent]:
+        """Continue with the state that was restored: take what the script has changed, or keep what the state has.
+
+        Args:
+            values: Values of the state.
+            others: Descriptions of what else the script has changed.
+            step: Number of steps that the state includes.
+
+        Yields:
+            Events about what is taken and what is kept, for the run's records.
+        """
+        if (saved := values.get(RECORD)) is None:
+            return
+        taken, kept = [*_free_changes(saved, self.record), *others], []
+        for number, (now, group) in enumerate(zip(self.settings, saved["groups"], strict=False)):
+            before = decode(group["settings"], {})
+            for key in sorted(now.keys() | before.keys()):
+                then, given = before.get(key, NOT_SET), _plain(now).get(key, NOT_SET)
+                if then == given:
+                    continue
+                change = f"{key} of parameter group {number} was {then} and is {given}"
+                if self._is_new(saved) or key in COMPUTING:
+                    taken.append(change)
+                    _take(self.optimizer.param_groups[number], key, then, now)
+                else:
+                    kept.append(change)
+        if kept:
+            self.kept["groups"] = saved["groups"]
+        if not self._is_new(saved) and (change := next(_scheduler_gaps(saved, self.record), None)):
+            kept.append("{} and is {}".format(*change))
+            self.kept["scheduler"] = saved["scheduler"]
+        if taken:
+            yield WarningEvent("settings_taken", _listed(taken), step=step)
+        if kept:
+            yield WarningEvent("settings_kept", _listed(kept), step=step)
+
+    def _is_new(self, saved: Mapping[str, Any]) -> bool:
+        """Return whether the run may have been submitted again since a state was saved, with another script."""
+        return not self.record["submission"] or saved["submission"] != self.record["submission"]
+
+    def _gaps(self, saved: Mapping[str, Any], groups: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+        """Yield what a saved state has and what there is now, where a run cannot go on."""
+        now = self.record
+        if saved["optimizer"] != now["optimizer"]:
+            yield f"the optimizer {saved['optimizer']}, and run.optimizer() got {now['optimizer']}"
+        kinds = [(each["scheduler"] or {}).get("class", "no scheduler") for each in (saved, now)]
+        if kinds[0] != kinds[1]:
+            yield f"{kinds[0]}, and run.optimizer() got {kinds[1]}"
+        if not self._is_new(saved):
+            return
+        for key, value in now["job"].items():
+            if key.startswith(LOGICAL) and key in saved["job"] and saved["job"][key] != value:
+                yield f"{key}={json.dumps(saved['job'][key])}, and the job has {json.dumps(value)}"
+        if (count := len(saved["groups"])) != len(self.names):
+            yield f"{_counted(count)}, and the optimizer has {len(self.names)}"
+        for number, (before, names) in enumerate(zip(saved["groups"], self.names, strict=False)):
+            # Training only adds groups and parameters, at the end.
+            members = groups[number]["parameters"][: before["count"]]
+            if odd := [name for name in names if name not in set(members)]:
+                yield f"parameter group {number} without {odd[0]!r}, which it has in the script"
+            if odd := [name for name in members if name not in set(names)]:
+                yield f"{odd[0]!r} in parameter group {number}, which lacks it in the script"
+            yield from self._gaps_of_group(number, decode(before["settings"], {}), saved)
+        yield from ("{}, and the script gives {}".format(*gap) for gap in _scheduler_gaps(saved, now))
+
+    def _gaps_of_group(self, number: int, before: Mapping[str, Any], saved: Mapping[str, Any]) -> Iterator[str]:
+        now, kind = _plain(self.settings[number]), type(self.optimizer).__name__
+        for key in SCHEDULED if saved["scheduler"] else ():
+            if before.get(key) != now.get(key):
+                yield (
+                    f"{key}={before.get(key)} of parameter group {number}, and the script with its scheduler gives {now.get(key)}"
+                )
+        for key, owner in NEEDS_STATE.items():
+            if kind.startswith(owner) and now.get(key) and not before.get(key):
+                yield (
+                    f"{key}={before.get(key)} of parameter group {number} and so without the state that {key}={now[key]} needs, which the "
+                    "script gives"
+                )
+
+
+def _take(group: dict[str, Any], key: str, then: Any, given: Mapping[str, Any]) -> None:
+    """Set a setting of a group to what the script gives. Of a tuple, only what has changed is set: a scheduler may move the rest."""
+    if key not in given:
+        group.pop(key, None)
+        return
+    now, present = given[key], group.get(key)
+    if all(isinstance(each, tuple) and len(each) == len(now) for each in (now, then, present)):
+        now = tuple(
+            new if new != old else held
+            for new, old, held in zip(now, then, present, strict=True)  # type: ignore[arg-type]
+        )
+    group[key] = now
+
+
+def _free_changes(saved: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[str]:
+    """Yield what has changed of the job and the model, and is taken."""
+    for key, value in now["job"].items():
+        if not key.startswith(LOGICAL) and key in saved["job"] and saved["job"][key] != value:
+            yield f"{key} was {json.dumps(saved['job'][key])} and is {json.dumps(value)}"
+    for names, others, change in (
+        (now["frozen"], saved["frozen"], "is frozen and was not"),
+        (saved["frozen"], now["frozen"], "was frozen and is not"),
+    ):
+        if odd := [name for name in names if name not in set(others)]:
+            more = f", with {len(odd) - 1} others," if odd[1:] else ""
+            yield f"the parameter {odd[0]!r}{more} {change}"
+
+
+def _scheduler_gaps(saved: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Yield the arguments of the scheduler that have changed: a description of what was saved, and what there is now."""
+    then, given = (dict(decode(each["scheduler"]["state"], {})) if each["scheduler"] else {} for each in (saved, now))
+    for key, value in given.items():
+        if key in then and then[key] != value:
+            yield f"{key}={then[key]} of {now['scheduler']['class']}", value
+
+
+def _fields_of(job: Job) -> Iterator[tuple[str, Any]]:
+    """Yield the settings of a job that decide its steps beside the plan, by dotted key, as JSON."""
+    for key in (*LOGICAL, *FREE):
+        section, _, name = key.partition(".")
+        value = getattr(getattr(job, section), name) if name else getattr(job, section)
+        if key in ("schedule", "gradient", "validation"):
+            yield from ((f"{key}.{each}", _json(item)) for each, item in dataclasses.asdict(value).items())
+        else:
+            yield key, _json(value)
+
+
+def _json(value: Any) -> Any:
+    value = dataclasses.asdict(value) if dataclasses.is_dataclass(value) and not isinstance(value, type) else value
+    return json.loads(json.dumps(value))
+
+
+def _settings_of(group: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        key: value.detach().clone() if isinstance(value, Tensor) else value
+        for key, value in group.items()
+        if key != "params"
+    }
+
+
+def _plain(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return settings with numbers in place of tensors, so that they can be compared. Tensors of a count have no values."""
+    return {key: value.tolist() if type(value) is Tensor else value for key, value in settings.items()}
+
+
+def _state_of(scheduler: LRScheduler) -> Any:
+    return encode("schedule.scheduler", scheduler.state_dict(), {})
+
+
+def _class_of(value: object) -> str:
+    """Return the class of a value with its library, but not the module, in which a version of the library may have it elsewhere."""
+    library = type(value).__module__.partition(".")[0]
+    return f"{type(value).__qualname__} of {'the script' if library == '__main__' else library}"
+
+
+def _listed(changes: Sequence[str]) -> str:
+    more = [f"and {len(changes) - MOST_NAMED} more"] if len(changes) > MOST_NAMED else []
+    return "; ".join([*changes[:MOST_NAMED], *more])
+
+
+def _counted(count: int) -> str:
+    return f"{count} parameter group{'' if count == 1 else 's'}"
