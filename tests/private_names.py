@@ -44,7 +44,7 @@ ALLOWED: Mapping[str, Mapping[str, str]] = {
     "torch 2.13": {
         "_amp_foreach_non_finite_check_and_unscale_": "train.open_gradients",
         "_buffers": "parallel.recompute state.model_state testing.records",
-        "_cdata": "parallel.host_memory train.dry_run.storages",
+        "_cdata": "parallel.host_memory parallel.materialize train.dry_run.storages",
         "_check_input_dim": "parallel.batch_norm",
         "_checkpoint_wrapped_module": "state.model_state",
         "_backward_hooks": "parallel.sharding parallel.engines.sharded",
@@ -74,7 +74,7 @@ ALLOWED: Mapping[str, Mapping[str, str]] = {
         "_scaled_dot_product_flash_attention": "parallel.selective",
         "_scaled_dot_product_flash_attention_for_cpu": "parallel.selective",
         "_scaled_mm": "parallel.selective",
-        "_schema": "parallel.selective",
+        "_schema": "parallel.materialize parallel.selective",
         "_step_count": "adapters.accelerate.prepared",
         "_timeout": "parallel.layout",
         "_values": "parallel.precision",
@@ -97,9 +97,10 @@ ALLOWED: Mapping[str, Mapping[str, str]] = {
         "torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward": "train.dry_run.storages",
         "torch.ops.aten._foreach_norm": "parallel.sharded_numbers",
         "torch.ops.aten._local_scalar_dense": "parallel.sharded_numbers train.dry_run.storages",
-        "torch.utils._python_dispatch": "parallel.selective train.dry_run.count train.dry_run.fakes train.dry_run.storages",
-        "torch.utils._pytree": "adapters.gathered adapters.lightning.fit adapters.transformers.trainer parallel.precision "
-        "parallel.recompute parallel.selective train.dry_run.storages train.dry_run.unit_marks train.open_gradients",
+        "torch.utils._python_dispatch": "parallel.materialize parallel.selective train.dry_run.count train.dry_run.fakes "
+        "train.dry_run.storages",
+        "torch.utils._pytree": "adapters.gathered adapters.lightning.fit adapters.transformers.trainer parallel.materialize "
+        "parallel.precision parallel.recompute parallel.selective train.dry_run.storages train.dry_run.unit_marks train.open_gradients",
     },
     "transformers 5.24": {
         "_clip_grad_norm": "adapters.refusals",

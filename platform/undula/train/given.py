@@ -120,8 +120,8 @@ class Given:
                     kept.append(change)
         if kept:
             self.kept["groups"] = saved["groups"]
-        if not self._is_new(saved) and (change := next(_scheduler_gaps(saved, self.record), None)):
-            kept.append("{} and is {}".format(*change))
+        if not self._is_new(saved) and (gap := next(_scheduler_gaps(saved, self.record), None)):
+            kept.append("{} and is {}".format(*gap))
             self.kept["scheduler"] = saved["scheduler"]
         if taken:
             yield WarningEvent("settings_taken", _listed(taken), step=step)

@@ -426,4 +426,8 @@ def test_a_job_of_a_version_without_a_key_resumes_unless_the_key_is_set(load: Lo
     former = load().tree()
     del former["gradient"]["noise_every_steps"], former["precision"]
     assert changed_key(former, load().tree()) is None
-    assert changed_key(former, load("gradient: {noise_every_steps: 2}\n").tree()) == ("gradient.noise_every_steps", 0, 2)
+    assert changed_key(former, load("gradient: {noise_every_steps: 2}\n").tree()) == (
+        "gradient.noise_every_steps",
+        0,
+        2,
+    )

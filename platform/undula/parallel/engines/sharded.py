@@ -133,20 +133,20 @@ class ShardedEngine(Engine):
         shard = partial(fully_shard, mesh=mesh, offload_policy=self._offload_policy)
         units = list(units_of(module, self._sharding.units).values())
         for unit in units:
-            self._place_whole(unit, units)
+            self._place_whole(unit, units, module)
             shard(unit, reshard_after_forward=self._sharding.stage == 3, mp_policy=policy())
         output = torch.float32 if self._gathered_in else None
-        self._place_whole(module, units)
+        self._place_whole(module, units, module)
         shard(module, reshard_after_forward=False, mp_policy=policy(output_dtype=output))
 
-    def _place_whole(self, module: nn.Module, units: Sequence[nn.Module]) -> None:
-        """Put a module, without units inside it, on the device, with the values of rank 0. On the meta device, its weights are drawn.
+    def _place_whole(self, part: nn.Module, units: Sequence[nn.Module], module: nn.Module) -> None:
+        """Put a part of a module, without units inside it, on the device, with the values of rank 0. On the meta device, they are drawn.
 
         One unit after another is whole on the device, so that a model can be larger than the memory of a GPU.
         """
-        layers = list(own_layers(module, units))
+        layers = list(own_layers(part, units))
         if any(is_on_meta(layer) for layer in layers):
-            materialize(layers, self.layout.device)
+            materialize(module, layers, self.layout.device)
         tensors = [
             tensor for layer in layers for tensor in (*layer.parameters(recurse=False), *layer.buffers(recurse=False))
         ]

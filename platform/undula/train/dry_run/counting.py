@@ -158,7 +158,7 @@ class CountingSession(LocalSession):
         if problem := uncounted_sharding(module, sharding):
             raise UsageError(problem)
         if is_on_meta(module) and sharding.stage:
-            materialize(module.modules(), self.setup.layout.device)
+            materialize(module, module.modules(), self.setup.layout.device, has_values=self._fakes is None)
         if self._fakes is not None:
             self._stack.callback(put_back, make_fake(module, self._fakes))
         units = list(units_of(module, sharding.units).values()) if sharding.stage else []
