@@ -130,6 +130,30 @@ class Counted(nn.Module):
         return others[1](torch.tanh(others[0](self.norm(first(x)))))  # type: ignore[no-any-return]
 
 
+class Masked(nn.Module):
+    """Layer whose `reset_parameters()` makes a mask that no state has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(5, 5))
+        self.register_buffer("mask", torch.empty(5, 5, dtype=torch.bool), persistent=False)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.normal_(self.weight)
+        self.mask.fill_(True).tril_()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.tanh(x @ (self.weight * self.mask))
+
+
+def without_memory() -> nn.Module:
+    """Return a network on the meta device, of which a run draws the units."""
+    torch.manual_seed(3)
+    with torch.device("meta"):
+        return nn.Sequential(nn.Linear(1, 5), nn.Sequential(*(Masked() for _ in range(3))), nn.Linear(5, 1))
+
+
 class Counting(nn.Module):
     """Counts of the data and of the steps, in several kinds of integers, and flags."""
 

@@ -36,6 +36,7 @@ from feature_scripts import (
     two_layers,
     with_dropout,
     with_random_numbers,
+    without_memory,
     without_samples,
 )
 from numbers_job import CPU, cpu_run, network, numbers_job
@@ -184,6 +185,12 @@ FEATURES |= {
     )
     for stage, name in ((1, "fp16"), (2, "lamb"), (3, "clipped"), (3, "BatchNorm"))
 }
+FEATURES |= {
+    f"drawn by the run in stage {stage}": Feature(
+        Loop(without_memory, adamw), {"sharding": ShardingSpec(stage)}, like="drawn by the run in stage 1" if stage > 1 else None
+    )
+    for stage in (1, 2, 3)
+}  # fmt: skip
 FEATURES["16-bit gathers"] = Feature(
     Loop(network, adamw), {"precision": PrecisionSpec("bf16"), "sharding": ShardingSpec(3, gather="compute")}
 )
