@@ -227,6 +227,23 @@ def test_a_run_whose_own_machines_differ_promises_no_bits(manifest: Manifest) ->
     assert any("run does not promise equal bits" in text for text in found.not_proved)
 
 
+def test_a_run_whose_settings_were_changed_is_not_that_of_one_script(manifest: Manifest) -> None:
+    one, other = with_other_weights(manifest, {}, {})
+    steps = rows(manifest)
+    replayed = run(manifest, steps, [replace(steps[4], loss=steps[4].loss * 2)])
+    change = WarningEvent("settings_taken", "betas of parameter group 0 was (0.9, 0.999) and is (0.5, 0.9)", step=4)
+    assert not certify(replayed, manifest).holds
+    changed = replace(replayed, events=(*one.events, change))
+    found = certify(changed, manifest)
+    assert found.holds
+    assert "that the steps are those of one script: from step 4 on, betas of parameter group 0 was (0.9, 0.999)" in str(
+        found.not_proved
+    )
+    assert "that 1 replayed step had the same result both times, perhaps with other settings" in found.not_proved
+    against = certify(replace(one, events=(*one.events, change)), manifest, against=other)
+    assert any("run does not promise equal bits" in text for text in against.not_proved)
+
+
 def test_the_setting_is_named_by_which_runs_have_other_plans(manifest: Manifest) -> None:
     one = run(manifest, rows(manifest))
     spec = {**one.job.spec, "plan": {**one.job.spec["plan"], "virtual_workers": 6}}

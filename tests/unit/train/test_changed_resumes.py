@@ -15,7 +15,7 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, LRScheduler, O
 
 from undula.data.spec import ValidationSpec
 from undula.errors import UndulaError
-from undula.parallel.spec import GradientSpec, ShardingSpec
+from undula.parallel.spec import ActivationsSpec, GradientSpec, ShardingSpec
 from undula.plan.precision import PrecisionSpec
 from undula.plan.schedule import ScheduleSpec
 from undula.recovery.worker_state import LeaveGroup, Request, WorkerState
@@ -164,6 +164,9 @@ BY_SCHEDULER = Script(scheduler=a(StepLR, step_size=1, gamma=0.5))
 GROUPED = Script(optimizer=lambda model: apart(model, [model.first, model.norm], [model.last]))
 
 
+NORMED = having(norm=lambda net: nn.LayerNorm(7))
+
+
 def of_job(**fields: Any) -> Script:
     return Script(job=fields)
 
@@ -304,6 +307,14 @@ ROWS: dict[str, Row] = {
         "taken", ("validation.samples", "12"), of_job(validation=ValidationSpec(every_steps=2, samples=12))
     ),
     "stop": Row("taken", ("stop was null", "3"), of_job(stop=StopSpec(patience=3))),
+    "gather": Row(
+        "taken",
+        ("sharding.gather", "fp32", "compute"),
+        Script(NORMED, job={"precision": PrecisionSpec("bf16"), "sharding": ShardingSpec(3, gather="compute")}),
+        Script(NORMED, job={"precision": PrecisionSpec("bf16"), "sharding": ShardingSpec(3)}),
+    ),
+    "another stage": Row("nothing", now=of_job(sharding=ShardingSpec(2))),
+    "activations": Row("nothing", now=of_job(activations=ActivationsSpec("none", units=("first", "last")))),
     "snapshots": Row("nothing", now=of_job(checkpoint=CheckpointSpec(every_steps=1))),
     # The script's own state
     "a value of the script": Row("taken", ("run.state('mine')",), Script(state=("mine",)), Script(state=("ours",))),

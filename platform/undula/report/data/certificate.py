@@ -19,7 +19,7 @@ from undula.plan.plan import Plan, PlanSpec
 from undula.plan.precision import FP32, PrecisionSpec
 from undula.plan.rules import RULES
 from undula.report.data.run_record import RecordedRun, leaves
-from undula.report.data.same_bits import is_exact, reason_for_other_bits
+from undula.report.data.same_bits import is_exact, reason_for_other_bits, settings_changes
 from undula.report.data.summary import column, stage_of
 from undula.report.text import counted
 from undula.state.events import EndEvent, ValidationEvent
@@ -98,6 +98,8 @@ def certify(run: RecordedRun, data: Data, against: RecordedRun | None = None, to
             f"that the losses are those of a fixed cluster: with batch: elastic, {int((merged > 1).sum())} of "
             f"{counted(len(merged), 'update')} consumed more than one global batch"
         )
+    if changes := settings_changes(run):
+        certificate.not_proved.append(f"that the steps are those of one script: {'; '.join(changes)}")
     if isinstance(data, IndexedData) and not data.is_checked:
         certificate.not_proved.append(
             "that the samples had the same content throughout: the dataset has no fingerprint, and run.dataset() got no name="
@@ -246,6 +248,11 @@ def _check_replayed(run: RecordedRun, tolerance: float, certificate: Certificate
         certificate.not_proved.append(
             f"that {counted(len(rows), 'replayed step')} had the same result both times: with batch: elastic, earlier steps may have "
             "merged other global batches"
+        )
+        return
+    if settings_changes(run):
+        certificate.not_proved.append(
+            f"that {counted(len(rows), 'replayed step')} had the same result both times, perhaps with other settings"
         )
         return
     largest = _compare(rows, others, tolerance, "its replay", _close_keys(run))

@@ -7,11 +7,16 @@ from undula.state.events import StartEvent, WarningEvent
 def is_exact(run: RecordedRun) -> bool:
     """Return whether a run has the same bits wherever and however often its steps were computed."""
     starts = _starts(run)
-    codes = {event.code for event in run.events if isinstance(event, WarningEvent)}
-    if "settings_taken" in codes:  # a run that has them from its first step on has other weights
+    if settings_changes(run):
         return False
-    is_mixed = "mixed_machines" in codes
+    is_mixed = any(isinstance(event, WarningEvent) and event.code == "mixed_machines" for event in run.events)
     return _is_deterministic(run) or (bool(starts) and all(start.same_bits for start in starts) and not is_mixed)
+
+
+def settings_changes(run: RecordedRun) -> list[str]:
+    """Return descriptions of the settings that were changed while the run was interrupted, and with which it has gone on."""
+    taken = [event for event in run.events if isinstance(event, WarningEvent) and event.code == "settings_taken"]
+    return [f"from step {event.step} on, {event.detail}" for event in taken]
 
 
 def _is_deterministic(run: RecordedRun) -> bool:
