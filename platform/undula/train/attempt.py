@@ -6,6 +6,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from json import dumps
 from typing import Any
 
@@ -19,6 +20,7 @@ from undula.state.events import EndEvent, Event, MemoryEvent, SkipEvent, StartEv
 from undula.state.records import StepRow
 from undula.telemetry.reporter import Telemetry
 from undula.train.arithmetic import STATE, Arithmetic, difference
+from undula.train.given import Given
 from undula.train.loss_scale import LONG_SKIPPED_STEPS
 from undula.train.setup import RunSetup
 from undula.train.step_reduction import StepTotals
@@ -82,12 +84,21 @@ class Attempt:
             StartEvent(world_size, setup.attempt, origin, cells, *bits, cores=_usable_cores(), step=restored.step)
         )
 
-    def compare_arithmetic(self, own: Arithmetic, restored: Restored) -> None:
-        """Warn if the ranks, or the group that computed the restored state, may produce other bits for the same computation."""
+    def compare_ranks(self, own: Arithmetic, restored: Restored, given: Given) -> None:
+        """Warn if the ranks, or the group that computed the restored state, may produce other bits for the same computation.
+
+        Raises:
+            UsageError: The script has given other settings on one rank than on another.
+        """
         layout = self._setup.layout
         known: list[Any] = [None] * layout.world_size
-        dist.all_gather_object(known, own, group=layout.control)
-        gap = difference(known)
+        dist.all_gather_object(known, (own, given.digest), group=layout.control)
+        if len({digest for _, digest in known}) > 1:
+            records: list[Any] = [None] * layout.world_size
+            dist.all_gather_object(records, given.record, group=layout.control)
+            rank = next(rank for rank, (_, digest) in enumerate(known) if digest != known[0][1])
+            raise UsageError(replace(given, record=records[0]).gap_to(rank, records[rank]))
+        gap = difference([arithmetic for arithmetic, _ in known])
         if gap is None and STATE in restored.values:
             gap = difference([restored.values[STATE], own], ("in the restored state", "now"))
         if gap:

@@ -9,6 +9,7 @@ import dataclasses
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from hashlib import sha256
 from typing import Any
 
 import torch
@@ -106,18 +107,13 @@ class Given:
         if (saved := values.get(RECORD)) is None:
             return
         taken, kept = [*_free_changes(saved, self.record), *others], []
-        for number, (now, group) in enumerate(zip(self.settings, saved["groups"], strict=False)):
-            before = decode(group["settings"], {})
-            for key in sorted(now.keys() | before.keys()):
-                then, given = before.get(key, NOT_SET), _plain(now).get(key, NOT_SET)
-                if then == given:
-                    continue
-                change = f"{key} of parameter group {number} was {then} and is {given}"
-                if self._is_new(saved) or key in COMPUTING:
-                    taken.append(change)
-                    _take(self.optimizer.param_groups[number], key, then, now)
-                else:
-                    kept.append(change)
+        for number, key, then, given in _group_gaps(saved, self.record):
+            change = f"{key} of parameter group {number} was {then} and is {given}"
+            if self._is_new(saved) or key in COMPUTING:
+                taken.append(change)
+                _take(self.optimizer.param_groups[number], key, then, self.settings[number])
+            else:
+                kept.append(change)
         if kept:
             self.kept["groups"] = saved["groups"]
         if not self._is_new(saved) and (gap := next(_scheduler_gaps(saved, self.record), None)):
@@ -127,6 +123,25 @@ class Given:
             yield WarningEvent("settings_taken", _listed(taken), step=step)
         if kept:
             yield WarningEvent("settings_kept", _listed(kept), step=step)
+
+    @property
+    def digest(self) -> str:
+        """Digest of what the script has given, which must be equal on all ranks."""
+        of_script = {key: self.record[key] for key in ("frozen", "optimizer", "groups", "scheduler")}
+        return sha256(json.dumps(of_script, sort_keys=True).encode()).hexdigest()
+
+    def gap_to(self, rank: int, record: Mapping[str, Any]) -> str:
+        """Return a difference to what another rank was given, as a sentence."""
+        both = record, self.record
+        gaps = [
+            f"{key} of parameter group {number} is {one} and {other}" for number, key, one, other in _group_gaps(*both)
+        ]
+        gaps += ["{} and {}".format(*gap) for gap in _scheduler_gaps(*both)]
+        gap = next(iter(gaps), "the optimizers, their groups or the frozen parameters are others")
+        return (
+            f"the script gives other settings on rank {rank} than on another one, with which their weights would come apart: {gap}; give "
+            "the same to run.model() and run.optimizer() on all ranks"
+        )
 
     def _is_new(self, saved: Mapping[str, Any]) -> bool:
         """Return whether the run may have been submitted again since a state was saved, with another script."""
@@ -198,6 +213,16 @@ def _free_changes(saved: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[
         if odd := [name for name in names if name not in set(others)]:
             more = f", with {len(odd) - 1} others," if odd[1:] else ""
             yield f"the parameter {odd[0]!r}{more} {change}"
+
+
+def _group_gaps(saved: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[tuple[int, str, Any, Any]]:
+    """Yield the settings of groups that have changed: number of the group, key, and both values."""
+    for number, groups in enumerate(zip(saved["groups"], now["groups"], strict=False)):
+        before, after = (decode(group["settings"], {}) for group in groups)
+        for key in sorted(before.keys() | after.keys()):
+            then, given = before.get(key, NOT_SET), after.get(key, NOT_SET)
+            if then != given:
+                yield number, key, then, given
 
 
 def _scheduler_gaps(saved: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:

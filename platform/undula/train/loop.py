@@ -195,7 +195,7 @@ class TrainingLoop:
             attempt.telemetry.export_means(self._results.means)
         if change:
             attempt.report(change)
-        attempt.compare_arithmetic(self._arithmetic, restored)
+        attempt.compare_ranks(self._arithmetic, restored, parts.given)
         for warning in (*changes, *parts.warnings(start)):
             attempt.report(warning)
         self.saver.begin(restored)

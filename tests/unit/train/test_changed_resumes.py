@@ -9,12 +9,14 @@ from typing import Any, Literal
 
 import pytest
 import torch
+import torch.distributed as dist
 from numbers_job import CPU, cpu_run, numbers_job
+from ranks import on_ranks
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, LRScheduler, OneCycleLR, StepLR
 
 from undula.data.spec import ValidationSpec
-from undula.errors import UndulaError
+from undula.errors import UndulaError, UsageError
 from undula.parallel.spec import ActivationsSpec, GradientSpec, ShardingSpec
 from undula.plan.precision import PrecisionSpec
 from undula.plan.schedule import ScheduleSpec
@@ -452,3 +454,41 @@ def test_a_state_of_a_former_version_is_restored(tmp_path: Path, monkeypatch: py
     job = train(tmp_path / "resumed", row.now, 0, worker, None, "", "the checkpoint")
     whole = train(tmp_path / "whole", row.before, 0, WorkerState(), None, "", "the checkpoint")
     assert numbers(job) == numbers(whole)
+
+
+def of_ranked(rank: int, world_size: int, folder: Path, name: str) -> str:
+    """Return the message with which a script is refused on two ranks."""
+    job = numbers_job(folder / f"rank {rank}")
+    job = replace(job, run_url=str(folder / "run"), run_id="run", data=replace(job.data, train=str(folder / "data")))
+    run = cpu_run(job, rank, world_size)
+    try:
+        RANKED[name][1](run, lambda index: None)
+    except UsageError as error:
+        return str(error)
+    finally:
+        run.free()
+    return ""
+
+
+RANKED: dict[str, tuple[str, Script]] = {
+    "weight decay": (
+        "weight_decay of parameter group 0 is 0.1 and 0.0",
+        Script(optimizer=lambda model: adamw(model, weight_decay=0.1 * dist.get_rank())),
+    ),
+    "scheduler": ("gamma=0.5", Script(scheduler=lambda of: StepLR(of, 1, gamma=1 / (1 + dist.get_rank())))),
+    "members": (
+        "their groups",
+        Script(optimizer=lambda model: torch.optim.AdamW([*model.parameters()][dist.get_rank() :])),
+    ),
+    "nothing": ("", Script()),
+}
+
+
+@pytest.mark.parametrize("name", RANKED)
+def test_settings_that_depend_on_the_rank_are_refused(name: str, tmp_path: Path) -> None:
+    says, _ = RANKED[name]
+    numbers_job(tmp_path)
+    messages = on_ranks(2, of_ranked, tmp_path, name)
+    assert messages[0] == messages[1]
+    assert messages[0].startswith("the script gives other settings on rank 1") == bool(says)
+    assert says in messages[0]
