@@ -4,7 +4,6 @@ The test is a run of its own below the job's `runs`, and is deleted at its end. 
 """
 
 import re
-import shutil
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -23,7 +22,7 @@ from undula.driver.connection import connected, for_workers
 from undula.driver.launch import launch
 from undula.driver.preflight import Prepared, on_machines, prepare
 from undula.driver.record import record_job
-from undula.driver.smoke_figures import Measured, refuse_full_disk, size, summary
+from undula.driver.smoke_figures import Measured, summary
 from undula.driver.training import TrainFunction
 from undula.elastic.ray.capacity import alive_nodes
 from undula.elastic.ray.cluster_gpus import offers_gpus
@@ -47,10 +46,11 @@ from undula.state.events import (
 from undula.state.export import export_weights
 from undula.state.ledger import read_ledger
 from undula.state.records import PARTS
+from undula.state.room import lack_of_room, size
 from undula.storage import Store, open_store
 from undula.telemetry.hub import HubFollower, start_hub
 from undula.telemetry.live import message_lines
-from undula.telemetry.messages import Line, Message, Status
+from undula.telemetry.messages import Line, Message
 
 E = TypeVar("E", bound=Event)
 
@@ -63,7 +63,7 @@ FOLLOW_S = 0.2
 """Seconds between two reads of the workers' messages."""
 EXPORT = "export"
 """Folder of the exported weights in the run directory of the test."""
-SHOWN = (Line, Status, WarningEvent, WaitingEvent, StorageEvent)
+SHOWN = (Line, WarningEvent, WaitingEvent, StorageEvent)
 """Messages that are shown beside the lines of the parts."""
 FRAMES = {
     "validate": r'undula/(train/validation|adapters/evaluation)\.py|undula/adapters/transformers/trainer\.py", line \d+, in evaluate',
@@ -294,9 +294,11 @@ class SmokeTest:
         return max(validation.time - float(ends.get(validation.step, began)), 0.0)
 
     def _refuse_full_disk(self, checkpoint_bytes: int) -> None:
-        if not self.store.is_s3:
-            free, present = shutil.disk_usage(self.store.path()).free, len(find_commits(self.store)[0])
-            refuse_full_disk(self.loaded.spec, checkpoint_bytes, present, free)
+        """Refuse a run whose checkpoints do not fit into the folder of the runs. It will not find those of the test there."""
+        spec, present = self.loaded.spec, len(find_commits(self.store)[0])
+        free_bytes = self.store.free_bytes + present * checkpoint_bytes
+        if problem := lack_of_room(spec.checkpoint, spec.runs, checkpoint_bytes, free_bytes):
+            raise StorageError(f"checkpoint: {problem}")
 
     def _require_restored(self, part: str, step: int) -> None:
         """Check that the newest group began with the checkpoint of a step.

@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from undula.config.job import JobSpec
-from undula.errors import StorageError
 from undula.plan.plan import Plan
 from undula.plan.prices import Prices
 from undula.report.data.cost import cost
@@ -61,34 +60,6 @@ class WholeRun:
         validating_s = validations * (measured.validation_s or 0.0)
         seconds = measured.start_s + first_s + steps * measured.step_s + validating_s + saving_s
         return cls(steps, validations, checkpoints, seconds)
-
-
-def refuse_full_disk(spec: JobSpec, checkpoint_bytes: int, present: int, free_bytes: int) -> None:
-    """Refuse a run whose checkpoints do not fit into the folder of the runs.
-
-    Args:
-        spec: The job.
-        checkpoint_bytes: Size of a checkpoint.
-        present: Number of checkpoints of the smoke test that the folder holds now, and that the run will not find there.
-        free_bytes: Free space of the folder.
-
-    Raises:
-        StorageError: The folder has too little space for the checkpoints that the run keeps and for the next one.
-    """
-    most = spec.checkpoint.keep + 1 + (spec.checkpoint.keep_best is not None)
-    needed, free_bytes = most * checkpoint_bytes, free_bytes + present * checkpoint_bytes
-    if needed > free_bytes:
-        raise StorageError(
-            f"checkpoint: the run holds up to {most} checkpoints of {size(checkpoint_bytes)} at a time, and {spec.runs} has "
-            f"{size(free_bytes)} free; make room there, set another folder with runs, or lower checkpoint.keep"
-        )
-
-
-def size(num_bytes: int) -> str:
-    """Return a number of bytes as text, such as `4.2 kB`, `12.4 MB` or `3.20 GB`."""
-    if num_bytes < 1e6:
-        return f"{num_bytes / 1e3:.1f} kB"
-    return f"{num_bytes / 1e9:,.2f} GB" if num_bytes >= 1e9 else f"{num_bytes / 1e6:,.1f} MB"
 
 
 def summary(took_s: float, measured: Measured, spec: JobSpec, plan: Plan, prices: Prices) -> list[str]:

@@ -102,6 +102,8 @@ class WorkerState:
     """Whether the train function uses a Run, which can leave the group at a step boundary."""
     owes_save: bool = False
     """Whether a checkpoint was due but has not begun."""
+    reported_failure: str = ""
+    """Failure of the last checkpoint that an event has reported; empty if the last checkpoint was written."""
     has_reported_snapshots: bool = False
     """Whether an event has reported the cost of snapshots since the process started."""
     is_sound: bool = False

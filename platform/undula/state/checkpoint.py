@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from datetime import timedelta
 from functools import partial
 from typing import Any, TypeVar, cast
@@ -44,6 +45,7 @@ from undula.state.commit import (
 from undula.state.goals import GoalSpec
 from undula.state.pieces import Piece, RankState
 from undula.state.retention import superseded
+from undula.state.room import size
 from undula.storage import Store
 
 Found = TypeVar("Found")
@@ -67,6 +69,9 @@ class Checkpointer:
         before: Lineage that the attempt found after it had claimed its number.
         keep_best: Goal whose best checkpoint is kept beside the newest ones; None to keep only these.
         timeout: Time limit of the collectives of a save; None for torch's default.
+
+    Attributes:
+        newest: Step of the newest committed checkpoint, as rank 0 knows it; None if there is none.
     """
 
     def __init__(
@@ -92,10 +97,11 @@ class Checkpointer:
         self._keep_best = keep_best
         self._timeout = timeout
         self._has_begun = False
+        self.newest: int | None = None
         self._saving: Future[None] | None = None
         self._is_abandoned = threading.Event()
         self._group = group
-        self._saving_step = 0
+        self._saving_step = self._bytes = 0
         self._damaged: set[str] = set()
         self._saving_group: dist.ProcessGroup | None = None
 
@@ -131,6 +137,7 @@ class Checkpointer:
         thread = ThreadPoolExecutor(1, thread_name_prefix="undula-checkpoint")
         self._saving_step = step
         self._is_abandoned = threading.Event()
+        self._bytes = state.whole_bytes
         entries = partial(tensors_entry, state.expected, tied)
         write = partial(self._write, step, header, entries, share, self._saving_group, self._is_abandoned, began)
         self._saving = thread.submit(write)
@@ -157,21 +164,27 @@ class Checkpointer:
             return
         answers: list[Any] = [None] * dist.get_world_size(group)
         dist.all_gather_object(answers, written if not isinstance(written, Exception) else str(written), group=group)
-        if isinstance(written, Exception):
-            raise written
-        if failed := [answer for answer in answers if isinstance(answer, str)]:
-            raise CheckpointError(failed[0])
         outcome: list[UndulaError | None] = [None]
         if rank == 0:
             try:
+                if failed := [answer for answer in answers if isinstance(answer, str)]:
+                    raise CheckpointError(failed[0])
                 self._commit(step, folder, header, entries, [file for file in answers if file is not None], began)
+            except SupersededError as error:
+                outcome = [error]
             except Exception as error:
-                outcome = [error if isinstance(error, SupersededError) else CheckpointError(str(error))]
-                dist.broadcast_object_list(outcome, group=group, group_src=0)
-                raise
+                outcome = [CheckpointError(self._explained(str(error)))]
         dist.broadcast_object_list(outcome, group=group, group_src=0)
         if outcome[0] is not None:
             raise outcome[0]
+
+    def _explained(self, problem: str) -> str:
+        """Delete what the failed save has written, and return why it failed: for lack of room, or for another problem."""
+        with suppress(StorageError):
+            self.remove_uncommitted()
+            if (free := self._store.free_bytes) < self._bytes:
+                return f"it needs {size(self._bytes)}, and {self._store.url} has {size(free)} free"
+        return problem
 
     def _commit(
         self, step: int, folder: str, header: dict[str, Any], entries: Entries, files: list[WrittenFile], began: float
@@ -184,6 +197,7 @@ class Checkpointer:
         require_newest(self._store, self._attempt)
         self._before_commit()
         self._store.write(f"{folder}/{COMMIT}", commit_json(body))
+        self.newest = step
         self._after_commit(step, time.monotonic() - began)
         try:
             # A later attempt may resume from a checkpoint that this one would delete now, unless it is claimed from here on: then it
@@ -270,6 +284,7 @@ class Checkpointer:
         ]
         begin(self._store, self._attempt, self._before, step, kept)
         self._has_begun = True
+        self.newest = max(map(step_of, kept), default=None)
         try:
             self.remove_uncommitted()
         except StorageError as error:  # the next save tries again
@@ -283,7 +298,8 @@ class Checkpointer:
         """
         names = [entry.name for entry in self._store.list(CHECKPOINTS)]
         whole = {name.removesuffix(f"/{COMMIT}") for name in names if name.endswith(f"/{COMMIT}")}
-        begun = {name.rpartition("/")[0] for name in names} - whole
+        empty = {f"{CHECKPOINTS}/{folder}" for folder in self._store.folders(CHECKPOINTS)}  # or with a part of a file
+        begun = ({name.rpartition("/")[0] for name in names} | empty) - whole
         lowest = 0 if self._has_begun else self._attempt
         self._remove(folder for folder in begun if lowest <= attempt_of(folder) <= self._attempt)
 

@@ -1,7 +1,9 @@
 """Files below a URL, on a disk or on S3."""
 
 import builtins
+import math
 import os
+import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
@@ -167,6 +169,20 @@ class Store:
                     return {entry.name for entry in entries if entry.is_file()}
             except FileNotFoundError:
                 return set()
+
+    def folders(self, folder: str) -> set[str]:
+        """Return the names of the folders in a folder, also of those without files. S3 has no folders."""
+        path = Path(self.path(folder))
+        with named_errors("list", self._url_of(folder)):
+            return (
+                set() if self.is_s3 or not path.is_dir() else {entry.name for entry in path.iterdir() if entry.is_dir()}
+            )
+
+    @property
+    def free_bytes(self) -> float:
+        """Free space of the file system, whose folder must exist; infinity on S3."""
+        with named_errors("read", self.url):
+            return math.inf if self.is_s3 else shutil.disk_usage(self.path()).free
 
     def check_writable(self) -> None:
         """Check that files can be written to the store.

@@ -10,18 +10,20 @@ from undula.parallel.collectives import any_rank
 from undula.parallel.device_clock import read_scalars
 from undula.parallel.sharding import Settles
 from undula.plan.plan import OptimizerStep
-from undula.recovery.progress import BETWEEN_STEPS, HAND_OVER, MEMORY_BYTES_S, REDUCE, SNAPSHOT, UPDATE
+from undula.recovery.progress import BETWEEN_STEPS, HAND_OVER, MEMORY_BYTES_S, REDUCE, SAVE, SNAPSHOT, UPDATE
 from undula.recovery.replay import IN_LOOP, IN_WORK
 from undula.recovery.worker_state import LeaveGroup, Request
 from undula.state.events import WarningEvent
 from undula.train.attempt import Attempt
 from undula.train.measurement import StepMeasurement, StepPhases
-from undula.train.saver import StateSaver
+from undula.train.saver import LAST_PAUSES_S, StateSaver
 from undula.train.script_state import ScriptState
 from undula.train.setup import RunSetup
 from undula.train.step_reduction import LocalStep, StepReducer, StepTotals, Wants
 from undula.train.trained_model import TrainedModel
 
+AGREE_EVERY_S = 0.5
+"""Pause in seconds after which ranks that wait for the storage look whether they were asked to leave."""
 DIGEST_EVERY = 10
 """Number of steps between digests of the weights in the ledger."""
 
@@ -282,6 +284,33 @@ class StepBoundary:
             worker.progress.enter(HAND_OVER, allowed_s)
 
     def end(self, reason: str) -> None:
-        """End the run after the last step, or for a reason before it."""
-        self._saver.end()
+        """End the run after the last step, or for a reason before it. If the storage fails, the last checkpoint is tried again.
+
+        Raises:
+            LeaveGroup: The ranks were asked to leave meanwhile. The next group saves.
+            RunError: The last checkpoint could not be written.
+        """
+        saver, done = self._saver, self._attempt.committed
+        assert done is not None
+        error = saver.finish_saving(is_last=True)
+        for pause_s in LAST_PAUSES_S if self._setup.job.ends_after is None else ():
+            if error is None:
+                break
+            self._wait(pause_s)
+            saver.save(done)
+            error = saver.finish_saving(is_last=True)
+        saver.end(error)
         self._attempt.end(reason)
+
+    def _wait(self, pause_s: float) -> None:
+        """Wait until the last checkpoint is tried again, or leave the group if the ranks are asked to. All ranks must call this.
+
+        Raises:
+            LeaveGroup: The group ends.
+        """
+        for _ in range(round(pause_s / AGREE_EVERY_S)):
+            self._worker.enter(SAVE)
+            time.sleep(AGREE_EVERY_S)
+            self.agree()
+            if self.wants.leaves:
+                raise LeaveGroup

@@ -1,8 +1,10 @@
 """Storage of a run's state on a rank: in snapshots, in checkpoints, with the controller, and in this process for the next group."""
 
 import math
+import re
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -10,7 +12,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from undula.errors import StorageError, SupersededError
+from undula.errors import RunError, StorageError, SupersededError
 from undula.parallel.layout import timeout_of
 from undula.plan.host_memory import UPDATES
 from undula.recovery.live_state import LiveState
@@ -24,9 +26,10 @@ from undula.recovery.update_log import UpdateLog, can_record
 from undula.recovery.worker_state import HeldState
 from undula.state.checkpoint import Checkpointer
 from undula.state.digest import additive_digest
-from undula.state.events import CheckpointEvent, WarningEvent
+from undula.state.events import CheckpointEvent, WarningCode, WarningEvent
 from undula.state.model_state import MODEL
 from undula.state.pieces import RankState
+from undula.state.room import lack_of_room
 from undula.train.attempt import Attempt
 from undula.train.script_state import is_settled
 from undula.train.setup import RunSetup
@@ -34,6 +37,8 @@ from undula.train.work_folder import work_folder
 
 BEST_PAUSES_S = (1.0, 2.0, 4.0, 8.0, 16.0)
 """Pauses in seconds after which the checkpoint of the best state is written again if the storage has failed."""
+LAST_PAUSES_S = (2.0, 4.0, 8.0, 16.0, *[30.0] * 59)
+"""Pauses in seconds after which the last checkpoint is written again if the storage has failed. They take half an hour."""
 
 
 class StateSaver:
@@ -174,8 +179,11 @@ class StateSaver:
             self.save(done)
         self.finish_saving()
 
-    def finish_saving(self) -> BaseException | None:
-        """Wait for the checkpoint that is being written, and report its failure.
+    def finish_saving(self, is_last: bool = False) -> BaseException | None:
+        """Wait for the checkpoint that is being written, and report its failure, unless the one before has failed in the same way.
+
+        Args:
+            is_last: Whether this is the last checkpoint of the run, which is tried again after LAST_PAUSES_S.
 
         Returns:
             The error of the checkpoint, or None.
@@ -190,10 +198,32 @@ class StateSaver:
         if isinstance(error, SupersededError):
             raise error
         if error:
-            self._attempt.report(WarningEvent("checkpoint_failed", _reason(error)))
-        elif saving_step is not None and self.snapshots:
-            self.snapshots.checkpoint_committed(saving_step)
+            self._report_failure(_reason(error), is_last)
+        elif saving_step is not None:
+            self._worker.reported_failure = ""
+            if self.snapshots:
+                self.snapshots.checkpoint_committed(saving_step)
         return error
+
+    def _report_failure(self, reason: str, is_last: bool) -> None:
+        """Report that a checkpoint could not be written, with the newest one that was, and when the run tries again."""
+        code: WarningCode = "last_checkpoint_failed" if is_last else "checkpoint_failed"
+        failure = re.sub(r"\d+", "", f"{code} {reason}")  # each checkpoint has a folder of its own
+        if failure == self._worker.reported_failure:
+            return
+        self._worker.reported_failure = failure
+        newest = self.checkpoints.newest
+        known = "there is no other checkpoint" if newest is None else f"the newest checkpoint is that of step {newest}"
+        every_steps, minutes = self._setup.job.checkpoint.every_steps, sum(LAST_PAUSES_S) / 60
+        when = f"for {minutes:.0f} minutes" if is_last else f"every {every_steps} steps"
+        self._attempt.report(WarningEvent(code, f"{reason}; {known}; make room or correct this, because the run tries again {when}"))
+
+    def report_lack_of_room(self) -> None:
+        """Report that the checkpoints of the run will not fit into its folder, if that is so now that the first step has made the state."""
+        store, state_bytes = self._setup.store, self._live.held().whole_bytes
+        with suppress(StorageError):
+            if problem := lack_of_room(self._setup.job.checkpoint, store.url, state_bytes, store.free_bytes):
+                self._attempt.report(WarningEvent("no_room", problem))
 
     def abandon(self) -> None:
         """Give up the checkpoint that is being written. The next group begins it again."""
@@ -239,14 +269,14 @@ class StateSaver:
         dist.all_gather_object(digests, additive_digest(counted), group=layout.control)
         return sum(digests) % 2**64
 
-    def end(self) -> None:
-        """End the run: wait for its last checkpoint and delete its snapshots.
+    def end(self, error: BaseException | None) -> None:
+        """End the run, whose last checkpoint was tried, and delete its snapshots.
 
         Raises:
-            StorageError: The checkpoint could not be written.
+            RunError: The checkpoint has failed.
         """
-        if error := self.finish_saving():
-            raise StorageError(f"the last checkpoint of the run could not be written: {_reason(error)}") from error
+        if error:
+            raise RunError(f"the last checkpoint of the run could not be written: {_reason(error)}") from error
         if self.snapshots:
             self.snapshots.delete()
 

@@ -6,8 +6,7 @@ import pytest
 
 from undula.cluster.prices import load_prices
 from undula.config.job import JobSpec
-from undula.driver.smoke_figures import Measured, WholeRun, refuse_full_disk, size, summary
-from undula.errors import StorageError
+from undula.driver.smoke_figures import Measured, WholeRun, summary
 from undula.plan.plan import Plan, PlanSpec
 from undula.state.spec import CheckpointSpec
 from undula.train.job import ValidationSpec
@@ -47,20 +46,6 @@ def test_validations_of_the_script_are_named_and_not_counted() -> None:
     assert line.endswith("1 min 15 s for 30 steps, with 6 checkpoints; each validation of the script adds 6 s")
 
 
-@pytest.mark.parametrize(
-    ("keep_best", "most"),
-    [(None, 3), ({"metric": "accuracy", "mode": "max"}, 4)],
-)
-def test_checkpoints_that_do_not_fit_are_refused_with_their_number(keep_best: object, most: int) -> None:
-    spec = replace(SPEC, checkpoint=replace(SPEC.checkpoint, keep_best=keep_best))
-    # The folder has two checkpoints of the smoke test, which it will not have when the run begins.
-    refuse_full_disk(spec, 10**9, present=2, free_bytes=(most - 2) * 10**9)
-    with pytest.raises(
-        StorageError, match=f"up to {most} checkpoints of 1.00 GB at a time, and .* has {most - 0.01:.2f} GB free"
-    ):
-        refuse_full_disk(spec, 10**9, present=2, free_bytes=(most - 2) * 10**9 - 10**7)
-
-
 def test_the_price_is_that_of_the_worker_and_its_machine() -> None:
     place = {"node": "a", "machine": "g6.xlarge", "market": "on-demand", "region": "us-west-2", "share": 0.5}
     lines = summary(20.0, replace(MEASURED, workers=(place,)), SPEC, PLAN, load_prices())
@@ -82,7 +67,3 @@ def test_the_memory_is_that_of_the_host_and_of_a_gpu() -> None:
     assert memory() == ["2.00 GiB on the host, at the worker's peak"]
     assert memory(device_bytes=2**29) == ["2.00 GiB on the host and 0.50 GiB on the GPU, at the worker's peak"]
     assert memory(host_bytes=None) == [], "the report of the worker was lost"
-
-
-def test_sizes_are_readable() -> None:
-    assert [size(number) for number in (4_200, 12_400_000, 3_200_000_000)] == ["4.2 kB", "12.4 MB", "3.20 GB"]

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from undula import load_weights
 from undula.data.spec import ValidationSpec
-from undula.errors import CheckpointError, StorageError, UsageError
+from undula.errors import CheckpointError, RunError, StorageError, UsageError
 from undula.recovery.worker_state import LeaveGroup, Request, WorkerState
 from undula.state import checkpoint
 from undula.state.commit import find_commits
@@ -25,7 +25,7 @@ from undula.state.goals import GoalSpec, StopSpec
 from undula.state.ledger import events_of, last_event, read_ledger
 from undula.state.spec import CheckpointSpec
 from undula.storage import Store
-from undula.train import saver
+from undula.train import boundary, saver
 from undula.train.job import Job
 
 Moment: TypeAlias = Literal["the validation", "the checkpoint", "the step after it"]
@@ -199,9 +199,10 @@ def test_a_best_checkpoint_at_the_end_that_cannot_be_written_fails_the_run(
 
     monkeypatch.setattr(checkpoint, "write_share", failing)
     monkeypatch.setattr(saver, "BEST_PAUSES_S", ())
+    monkeypatch.setattr(boundary, "LAST_PAUSES_S", (0.0,))
     job = replace(job_in(tmp_path), stop=StopSpec(patience=1, metric="loss", mode="max"))
     keep_best = GoalSpec("loss", "min")
-    with pytest.raises(StorageError, match="the last checkpoint of the run could not be written: the disk is full"):
+    with pytest.raises(RunError, match="the last checkpoint of the run could not be written: the disk is full"):
         _train(0, 1, replace(job, checkpoint=replace(job.checkpoint, keep_best=keep_best)))
 
 

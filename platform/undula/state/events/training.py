@@ -332,14 +332,16 @@ class TrackerEvent(Event):
 
 
 WarningCode = Literal[
-    "checkpoint_skipped", "checkpoint_failed", "checkpoints_not_removed", "no_snapshots", "no_replicas", "state_at_risk",
-    "no_validation", "no_validation_data", "batch_rule", "other_rates", "mixed_machines", "gradient_overflow",
-    "no_finite_gradients", "non_finite_gradient", "node_refused", "unfinished_work", "sync_batch_norm", "state_beside_model",
-    "settings_taken", "settings_kept",
+    "checkpoint_skipped", "checkpoint_failed", "last_checkpoint_failed", "checkpoints_not_removed", "no_room", "no_snapshots",
+    "no_replicas", "state_at_risk", "no_validation", "no_validation_data", "batch_rule", "other_rates", "mixed_machines",
+    "gradient_overflow", "no_finite_gradients", "non_finite_gradient", "node_refused", "unfinished_work", "sync_batch_norm",
+    "state_beside_model", "settings_taken", "settings_kept",
 ]  # fmt: skip
 _WARNINGS: Mapping[WarningCode, str] = {
     "checkpoint_skipped": "A damaged checkpoint is not used: {detail}.",
     "checkpoint_failed": "A checkpoint could not be written, and training continues: {detail}.",
+    "last_checkpoint_failed": "The last checkpoint could not be written, and the workers keep the final state in memory: {detail}.",
+    "no_room": "Later checkpoints may not be written: {detail}.",
     "checkpoints_not_removed": "Old checkpoints could not be deleted, and the next save will try again: {detail}.",
     "no_snapshots": "Snapshots in memory are disabled, so a run that loses all workers resumes from a checkpoint: {detail}.",
     "no_replicas": "The head keeps no replica of the state, so a run that loses a node with a part of the state resumes from a checkpoint: "
