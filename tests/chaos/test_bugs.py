@@ -43,6 +43,9 @@ def test_a_bug_ends_the_job_at_once_with_its_traceback(session_jobs: Jobs, tmp_p
     assert f'buggy.py", line {line}, in train' in done.err
     assert done.err.rstrip().endswith("KeyError: 'lable'")
     assert len(events_of(done.ledger.events, StartEvent)) == 1
+    assert events_of(done.ledger.events, CrashEvent) == [], (
+        "no other group follows, in which a worker could be replaced"
+    )
     (failure,) = events_of(done.ledger.events, FailEvent)
     assert f"KeyError: 'lable' at buggy.py:{line}" in failure.error
     assert "no_validation" in [warning.code for warning in events_of(done.ledger.events, WarningEvent)]

@@ -10,9 +10,10 @@ import torch
 from alone import train_alone
 from jobs_kit import LANGUAGE_MODEL, SMALL
 
+from undula.report.data.goodput import goodput
 from undula.state.commit import find_commits
 from undula.state.events import FailEvent
-from undula.state.ledger import last_event, read_ledger
+from undula.state.ledger import decode_events, last_event, read_ledger
 from undula.storage import open_store
 
 JOB = str(LANGUAGE_MODEL.with_suffix(".yaml"))
@@ -74,6 +75,8 @@ def test_breakpoints_stop_the_training_once_and_ray_is_not_needed(script: Path) 
     assert done.stdout.count("('at', 0)") == 1
     assert done.stdout.count("model made") == 1
     assert "has ray: False" in done.stdout
+    ledger = read_ledger(open_store(f"{script.parent}/runs/job"))
+    assert goodput(ledger, decode_events(ledger.events)).share > 0
 
 
 LIBRARY = """
@@ -137,7 +140,8 @@ def test_an_exception_keeps_its_traceback_and_is_recorded(script: Path) -> None:
     assert "in train\n" in done.stderr
     failure = last_event(read_ledger(open_store(f"{script.parent}/runs/job")).events, FailEvent)
     assert failure is not None
-    assert "of the script" in failure.error
+    line = script.read_text().splitlines().index("        assert step.index < 1, 'of the script'") + 1
+    assert failure.error == f"AssertionError: of the script at job.py:{line}"
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,8 @@
 
 import atexit
 import gc
+import os
+import socket
 import threading
 import time
 import traceback
@@ -18,7 +20,7 @@ from undula.driver.record import LaunchSpec
 from undula.driver.training import Place, TrainFunction
 from undula.errors import INTERRUPTED, SpecError, StorageError, UsageError, end_on_sigterm, one_line
 from undula.parallel.compile import compile_with_own_threads, problem_of_compiler
-from undula.state.events import FailEvent, StopEvent
+from undula.state.events import FailEvent, GroupEvent, StopEvent
 from undula.state.heartbeat import keep_heartbeat
 from undula.state.ledger import EventWriter
 from undula.storage import Store
@@ -27,7 +29,7 @@ from undula.telemetry.messages import Message, Status
 from undula.telemetry.waits import CommonEvent, CommonRecorder
 from undula.train.randomness import compute_deterministically
 from undula.train.single_process import SingleProcess
-from undula.train.tracebacks import with_place
+from undula.train.tracebacks import place_in_script, with_place
 
 
 @contextmanager
@@ -90,6 +92,7 @@ def _fit(store: Store, publish: _Screen, train: TrainFunction, spec: LaunchSpec)
     process = SingleProcess(train, job, publish, device=device)
     print(f"{store.url}: training in this process, on {_name_of(device)} ...", flush=True)
     events = EventWriter(store, "driver")
+    events.event(GroupEvent(({"rank": 0, "node": socket.gethostname(), "pid": os.getpid()},), spec.job.submission))
     try:
         with keep_heartbeat(store):
             process()
@@ -100,10 +103,12 @@ def _fit(store: Store, publish: _Screen, train: TrainFunction, spec: LaunchSpec)
         events.event(StopEvent())
         raise
     except Exception as error:
+        story = "".join(traceback.format_exception(error))
+        place = place_in_script(story)
         with suppress(StorageError):  # which may be the error itself
-            events.event(FailEvent(one_line(error)))
+            events.event(FailEvent(f"{type(error).__name__}: {one_line(error)}" + (f" at {place}" if place else "")))
         if isinstance(error, UsageError):
-            raise with_place(error, "".join(traceback.format_exception(error))) from error
+            raise with_place(error, story) from error
         raise
 
 

@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from textwrap import wrap
 from typing import Any, TextIO
 
 from undula.state.events import StartEvent
@@ -15,6 +16,8 @@ from undula.telemetry.messages import Line, Message, Status, clock
 INTERVAL_S = 1.0
 """Seconds between two reads of the hub."""
 STATUS_PREFIX = "step "
+_EVENT = re.compile(r"\d\d:\d\d:\d\d  ")
+"""Beginning of the line of an event."""
 TABLE_TOP, TABLE_FOOT, LAST_TABLE_FOOT = "┏", "└", "┗"
 
 
@@ -26,6 +29,12 @@ def status_line(status: Status) -> str:
         f"{STATUS_PREFIX}{status.step:>{width}}/{status.total_steps}  loss {status.loss:.4f}  lr {status.lr:.2e}  "
         f"{status.samples_per_s:,.0f} samples/s  {workers}  {clock(status.seconds_left)} left"
     )
+
+
+def _wrapped(line: str) -> list[str]:
+    """Return the line of an event, broken between words where the terminal would break it anywhere."""
+    columns = shutil.get_terminal_size().columns
+    return wrap(line, columns, subsequent_indent=" " * 10, break_long_words=False, break_on_hyphens=False)
 
 
 class LiveScreen:
@@ -62,7 +71,7 @@ class LiveScreen:
         elif line.startswith(STATUS_PREFIX):
             self._rewrite([], [line[: shutil.get_terminal_size().columns - 1]])
         else:
-            self._rewrite([line], self._status)
+            self._rewrite(_wrapped(line) if _EVENT.match(line) else [line], self._status)
         self._out.flush()
 
     def close(self) -> None:

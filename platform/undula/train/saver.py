@@ -208,7 +208,7 @@ class StateSaver:
     def _report_failure(self, reason: str, is_last: bool) -> None:
         """Report that a checkpoint could not be written, with the newest one that was, and when the run tries again."""
         code: WarningCode = "last_checkpoint_failed" if is_last else "checkpoint_failed"
-        failure = re.sub(r"\d+", "", f"{code} {reason}")  # each checkpoint has a folder of its own
+        failure = re.sub(r"\d[\d.,]*( [kMG]B)?", "", f"{code} {reason}")  # without the folder's name and sizes
         if failure == self._worker.reported_failure:
             return
         self._worker.reported_failure = failure
@@ -216,7 +216,9 @@ class StateSaver:
         known = "there is no other checkpoint" if newest is None else f"the newest checkpoint is that of step {newest}"
         every_steps, minutes = self._setup.job.checkpoint.every_steps, sum(LAST_PAUSES_S) / 60
         when = f"for {minutes:.0f} minutes" if is_last else f"every {every_steps} steps"
-        self._attempt.report(WarningEvent(code, f"{reason}; {known}; make room or correct this, because the run tries again {when}"))
+        self._attempt.report(
+            WarningEvent(code, f"{reason}; {known}; make room or correct this: the run tries again {when}")
+        )
 
     def report_lack_of_room(self) -> None:
         """Report that the checkpoints of the run will not fit into its folder, if that is so now that the first step has made the state."""

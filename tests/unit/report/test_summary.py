@@ -23,6 +23,7 @@ from undula.state.events import (
     CrashEvent,
     EndEvent,
     Event,
+    FailEvent,
     GroupEvent,
     ResizeEvent,
     StartEvent,
@@ -66,6 +67,9 @@ def summary_of(events: list[Event], now: float) -> RunSummary:
         (None, [start(0)], 60, "stopped"),
         (500, [start(0)], 559, "running"),
         (500, [start(0)], 561, "stopped"),
+        (500, [start(0), StopEvent(time=501)], 502, "stopped"),
+        (500, [start(0), FailEvent("KeyError", time=501)], 502, "failed"),
+        (500, [start(0), FailEvent("KeyError", time=501), start(502)], 503, "running"),
     ],
 )
 def test_the_state_follows_from_the_last_start_and_end_and_from_the_age_of_the_last_entry(

@@ -277,9 +277,17 @@ def test_a_run_that_failed_names_its_error_until_it_trains_again(tmp_path: Path)
     store = write_run(Store(str(tmp_path)), "run")
     EventWriter(store, "driver").event(FailEvent("rank 0: KeyError: 'lable' at job.py:7", time=1100.0))
     lines = shown(120, print_run, store).splitlines()
-    assert lines[:2] == ["run  stopped", "training failed: rank 0: KeyError: 'lable' at job.py:7"]
+    assert lines[:2] == ["run  failed", "training failed: rank 0: KeyError: 'lable' at job.py:7"]
     EventWriter(store, "driver").event(StartEvent(2, 3, "a checkpoint", step=30, time=1200.0))
     assert "training failed:" not in shown(120, print_run, store)
+
+
+def test_the_list_has_the_error_of_a_run_that_failed(tmp_path: Path) -> None:
+    store = write_run(Store(str(tmp_path)) / "buggy", "buggy")
+    EventWriter(store, "driver").event(FailEvent("rank 0: KeyError: 'lable' at job.py:7", time=1100.0))
+    text = shown(120, print_runs, Store(str(tmp_path)))
+    assert re.search(r"buggy +failed +30/30", text)
+    assert "buggy failed: rank 0: KeyError: 'lable' at job.py:7" in text
 
 
 def test_the_list_says_what_a_run_waits_for_until_it_trains(tmp_path: Path) -> None:

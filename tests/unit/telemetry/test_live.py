@@ -1,6 +1,7 @@
 """Tests of the live view: one status line per second, which is rewritten only on a terminal, and a line for each event."""
 
 import io
+import os
 
 import pytest
 
@@ -59,6 +60,21 @@ def test_an_event_is_printed_above_the_status_on_a_terminal() -> None:
     screen.close()
     shown = out.getvalue().replace("\r\x1b[J", "<")
     assert shown == "step 1<event\nstep 1<step 2\n"
+
+
+def test_an_event_is_broken_between_words_on_a_terminal_and_a_printed_line_is_left_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("shutil.get_terminal_size", lambda: os.terminal_size((40, 24)))
+    out = Terminal()
+    screen = LiveScreen(out)
+    event, printed = (
+        "09:00:00  rank 0 is process 1, rank 1 is process 2.",
+        "undula show /a/path/that/takes/more/than/a line",
+    )
+    for line in (event, printed):
+        screen.show(line)
+    assert out.getvalue().splitlines() == ["09:00:00  rank 0 is process 1, rank 1 is", "          process 2.", printed]
 
 
 def test_a_table_is_drawn_over_the_last_one_on_a_terminal() -> None:

@@ -107,7 +107,9 @@ def test_a_full_disk_is_named_once_and_the_last_checkpoint_waits_for_room(tmp_pa
     assert [warning.code for warning in warnings()] == ["no_room", "checkpoint_failed", "last_checkpoint_failed"]
     room, first, last = (warning.message for warning in warnings())
     assert f"up to 2 checkpoints of 786.4 kB at a time, and {store.url} has 1.3 MB free" in room
-    lacking = rf"it needs 786.4 kB, and {store.url} has \d+\.\d kB free; the newest checkpoint is that of step 3; make room"
-    assert re.search(f"{lacking} or correct this, because the run tries again every 3 steps", first)
-    assert re.search(f"{lacking} or correct this, because the run tries again for 30 minutes", last)
+    lacking = (
+        rf"it needs 786.4 kB, and {store.url} has \d+\.\d kB free; the newest checkpoint is that of step 3; make room"
+    )
+    assert re.search(f"{lacking} or correct this: the run tries again every 3 steps", first)
+    assert re.search(f"{lacking} or correct this: the run tries again for 30 minutes", last)
     assert [entry.name for entry in (small_disk / "run/checkpoints").iterdir()] == ["step-00000012-a1"]

@@ -14,6 +14,7 @@ from ray.train.v2._internal.execution.controller.state import (
     ReschedulingState,
     RestartingState,
     RunningState,
+    ShuttingDownState,
 )
 from ray.train.v2._internal.execution.worker_group import WorkerGroupPollStatus
 from ray.train.v2.api.config import ScalingConfig
@@ -127,6 +128,7 @@ class ElasticController(TrainController):
         return status
 
     async def _step(self) -> Any:
+        self._pool.is_ending = isinstance(self.get_state(), ShuttingDownState)
         if not isinstance(self.get_state(), RunningState):
             has_ended_now = await self._let_leave()
             pause_s = self._retries.take_pause_s()

@@ -70,6 +70,8 @@ class WorkerPool:
     replicas: ReplicaStore = field(default_factory=ReplicaStore)
     gives_way: bool = False
     """Whether the run gives its workers to other runs for a while: they end as on nodes that will be removed, and no new ones start."""
+    is_ending: bool = False
+    """Whether the job ends, so that no other group follows."""
     must_stay: bool = False
     """Whether the run keeps its workers, because nothing else can hold its state."""
     failure: RayTaskError | None = None
@@ -265,7 +267,7 @@ class WorkerPool:
             return
         if gone.has_trained:
             self.lost_on.add(gone.node)
-        if cause and gone.metadata:
+        if cause and gone.metadata and not self.is_ending:
             self.on_event(CrashEvent(cause, node=gone.node, pid=gone.metadata.pid))
         ray.kill(gone.actor)
         if gone.metadata:

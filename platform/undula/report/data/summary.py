@@ -24,7 +24,7 @@ TURNS = ("start", "stop", "fail", "end")
 SECONDS_CLASSES = ("compute", "communication", "data", "transfer", "other")
 """Classes in which the ledger divides the seconds of a step."""
 
-State = Literal["finished", "running", "stopped", "pending"]
+State = Literal["finished", "failed", "running", "stopped", "pending"]
 """State of a run; `pending` if a cluster has its job and has not started the driver yet, which a ledger does not tell."""
 Floats = np.ndarray[Any, np.dtype[np.float64]]
 
@@ -90,7 +90,7 @@ class RunSummary:
     validation_metrics: Mapping[str, float] = field(default_factory=dict)
     """Other means of the last validation, by name."""
     failure: str | None = None
-    """Error with which training failed, if that is why the run is stopped."""
+    """Error with which training failed, if the run is in that state."""
     waiting: str | None = None
     """What the run waits for, if it runs and waits for workers."""
     estimates: Estimates | None = None
@@ -157,7 +157,7 @@ def summarize(ledger: Ledger, job: JobRecord, now: float, has_driver: bool | Non
         rank_seconds=spent.seconds,
         goodput=spent.share,
         validation_metrics=losses[-1].metrics if losses else {},
-        failure=turn.error if isinstance(turn, FailEvent) and state == "stopped" else None,
+        failure=turn.error if isinstance(turn, FailEvent) and state == "failed" else None,
         waiting=group.message if isinstance(group, WaitingEvent) and state == "running" else None,
         estimates=estimates_of(events, steps),
         sharding_stage=stage_of(job),
@@ -201,7 +201,7 @@ def _state(kinds: Sequence[str], latest: float | None, now: float, has_driver: b
     last = next((kind for kind in reversed(kinds) if kind in TURNS), None)
     if last == "end":
         return "finished"
-    if has_driver is not None:
-        return "running" if has_driver else "stopped"
-    is_recent = latest is not None and now - latest < RUNNING_WITHIN_S
-    return "running" if is_recent and last not in ("stop", "fail") else "stopped"
+    is_recent = latest is not None and now - latest < RUNNING_WITHIN_S and last not in ("stop", "fail")
+    if is_recent if has_driver is None else has_driver:
+        return "running"
+    return "failed" if last == "fail" else "stopped"

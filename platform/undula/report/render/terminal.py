@@ -45,7 +45,14 @@ SHOWN_KEYS = ("run", "name", "state", "steps", "total_steps", "last_validation_l
 """Keys of a selection that these columns show."""
 _GAP = "   "
 _BAR_CELLS = 24
-_STATE_STYLE = {"finished": "green", "running": "cyan", "stopped": "yellow", "pending": "cyan", "unreadable": "red"}
+_STATE_STYLE = {
+    "finished": "green",
+    "failed": "red",
+    "running": "cyan",
+    "stopped": "yellow",
+    "pending": "cyan",
+    "unreadable": "red",
+}
 _KIND_STYLE = {
     "crash": "red",
     "fail": "red",
@@ -130,6 +137,7 @@ def print_runs(
         rows_of_text += [(printable(folder), "unreadable", *[DASH] * (4 + len(more))) for folder in reasons]
         console.print(_runs_table((*RUN_COLUMNS, *map(printable, more)), rows_of_text, console.width))
     notes = [f"{folder}: {summaries[folder].waiting}" for folder in chosen if summaries[folder].waiting]
+    notes += [f"{folder} failed: {failure}" for folder in chosen if (failure := summaries[folder].failure)]
     notes += [f"{folder} is {jobs[folder]} and has no directory yet" for folder in unseen]
     notes += [f"unreadable: {reason}" for reason in reasons.values()]
     for folder in studies:
@@ -305,7 +313,7 @@ def _summary_table(summary: RunSummary) -> Table:
 def _seconds_table(summary: RunSummary) -> Table:
     labels = {name: name for name in SECONDS_CLASSES}
     amounts = {name: duration(summary.seconds[name]) for name in SECONDS_CLASSES}
-    return _shares_table(("seconds of", "time"), labels, summary.seconds, amounts, _CLASS_STYLE, ".0%")
+    return _shares_table(("time in the steps", "total"), labels, summary.seconds, amounts, _CLASS_STYLE, ".0%")
 
 
 def _cost_tables(cost: Cost) -> list[RenderableType]:
