@@ -35,6 +35,8 @@ connection is lost while the job may train on, Ctrl-C, and SIGTERM. docs/jobs.md
 STRICT: "ConfigDict" = {"extra": "forbid", "allow_inf_nan": False, "use_attribute_docstrings": True}
 """pydantic's settings for every spec: unknown keys and numbers that are not finite are refused."""
 
+NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]*$"
+"""Pattern of the names of runs and studies."""
 TESTED: Mapping[str, tuple[str, str]] = {
     "transformers": ("4.57", "5.24"),
     "accelerate": ("1.6", "1.15"),

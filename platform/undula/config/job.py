@@ -2,7 +2,7 @@
 
 import dataclasses
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
@@ -159,13 +159,19 @@ def _fix_of_unknown_key(tree: Mapping[str, Any], key: str) -> str | None:
     return None
 
 
-def changed_key(before: Mapping[str, Any], now: Mapping[str, Any]) -> tuple[str, Any, Any] | None:
+def changed_key(
+    before: Mapping[str, Any], now: Mapping[str, Any], among: Collection[str] | None = None
+) -> tuple[str, Any, Any] | None:
     """Return the first key of the logical run whose value differs between two resolved jobs, and both values; None if none differs.
 
     Secrets are compared by their digests. Jobs of former versions lack keys, which have the value by which these versions trained.
+
+    Args:
+        before, now: The jobs as trees.
+        among: Keys that are compared; None for all.
     """
     old, new = ({**_defaults(), **dict(flatten(hide_secrets(tree)))} for tree in (before, now))
-    for key in sorted(old.keys() | new.keys()):
+    for key in sorted(old.keys() | new.keys() if among is None else among):
         if key.startswith(LOGICAL) and not same_value(old.get(key), new.get(key)):
             return key, old.get(key), new.get(key)
     return None

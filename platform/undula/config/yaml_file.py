@@ -21,7 +21,7 @@ from pydantic_core import ErrorDetails
 
 from undula.config.environment import with_variables
 from undula.config.secrets import has_secret, hide_secrets
-from undula.errors import SpecError, one_line
+from undula.errors import NAME, SpecError, one_line
 
 FILES = "UNDULA_FILES"
 """Environment variable of a job's driver with the texts of YAML files that its machine may not have, as JSON by absolute path."""
@@ -244,11 +244,12 @@ class Where:
     """Environment variables to which values refer as ${env:NAME}."""
 
     def __call__(self, path: Sequence[str]) -> str:
-        """Return the origin of a key, or else of the nearest key above it, or else the file."""
+        """Return the origin of a key, or else of the nearest key above it, or else of the first one below it, or else the file."""
         for length in range(len(path), 0, -1):
             if origin := self.origins.get(".".join(path[:length])):
                 return origin
-        return str(self.file)
+        below = ".".join((*path, ""))
+        return next((origin for key, origin in self.origins.items() if path and key.startswith(below)), str(self.file))
 
 
 def refuse_unknown_keys(
@@ -342,6 +343,8 @@ def _sentence(error: ErrorDetails, path: tuple[str, ...], where: Where) -> str:
         return f"{where(here[:-1])}: {'.'.join(here)} is missing; add it"
     accepted = error["msg"].replace("Input should be", "it should be").replace("String should", "it should")
     accepted = accepted.replace("an object", "a mapping").replace("a valid array", "a list")
+    if error.get("ctx", {}).get("pattern") == NAME:
+        accepted = "it should have only letters, digits, '.', '_' and '-', and begin with a letter or a digit"
     return f"{where(here)}: {'.'.join(here)} is {json.dumps(_shown('.'.join(here), error['input']))}: {accepted}"
 
 

@@ -23,6 +23,7 @@ from undula.cluster.room import refuse_what_never_fits
 from undula.config.environment import having, without_secrets
 from undula.config.job import LoadedSpec, absolute_paths, script_of
 from undula.config.yaml_file import files_for_job
+from undula.driver.early_checks import check_before_cluster
 from undula.driver.local_job import run_on_own_cluster
 from undula.driver.project import importable, project_modules
 from undula.driver.script import run_submitted
@@ -83,8 +84,9 @@ class Submission:
     """Ray's runtime environment of the job, without what Undula sets itself."""
     packed: int = 1
     """Number of trainings that share the resources of one worker."""
-    check_here: Callable[[], object] = lambda: None
-    """Checks of the job's driver that this machine can make before it starts a cluster, with the environment of the job."""
+    check_here: Callable[[Sequence[str]], str | None] = lambda _arguments: None
+    """Checks of the job's driver that this machine can make before it starts a cluster, with the environment of the job. Given the
+    arguments of the script, it returns why there is nothing to do, or None."""
 
     def with_environment(
         self, variables: Mapping[str, str], runtime_env: Mapping[str, Any] = MappingProxyType({})
@@ -162,15 +164,16 @@ def submission_of_job(
         origins=loaded.origins,
         kind="run",
         url=loaded.spec.run_url,
-        check_here=partial(_check_trackers, loaded),
+        check_here=partial(_check_here, loaded),
     )
 
 
-def _check_trackers(loaded: LoadedSpec) -> None:
+def _check_here(loaded: LoadedSpec, arguments: Sequence[str]) -> str | None:
     if loaded.spec.trackers:
         from undula.driver.trackers import checked_trackers  # most jobs need none of its imports
 
         checked_trackers(loaded, open_store(loaded.spec.run_url))
+    return None if SMOKE in arguments else check_before_cluster(loaded, FRESH in arguments)
 
 
 def name_in_submission(script: Path, file: Path) -> str:
@@ -209,7 +212,10 @@ def run_submission(submission: Submission, address: str | None, screen: LiveScre
         share=submission.packed,
     )
     with having(submission.environment):
-        submission.check_here()
+        nothing_to_do = submission.check_here(submission.arguments)
+    if nothing_to_do:
+        screen.show(nothing_to_do)
+        return 0
     screen.show("starting a local Ray cluster ...")
     return _run_here(submission, screen)
 

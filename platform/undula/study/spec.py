@@ -9,7 +9,7 @@ from annotated_types import Ge, Gt, MinLen
 from pydantic import StringConstraints
 from pydantic.dataclasses import dataclass as checked_dataclass
 
-from undula.errors import STRICT
+from undula.errors import NAME, STRICT
 from undula.plan.plan import Positive
 from undula.plan.rules import RULES, RuleName
 
@@ -47,7 +47,7 @@ class LogRange:
 class StudySpec:
     """A comparison of trainings of one job. Each batch is combined with each learning rate, rule, warmup, optimizer and seed."""
 
-    name: Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
+    name: Annotated[str, StringConstraints(pattern=NAME)]
     """Name of the study's directory below the job's `runs`."""
     job: Annotated[str, MinLen(1)]
     """Path of the job's YAML, relative to the study's. The job gives every value that the study does not set."""

@@ -11,7 +11,7 @@ from pydantic.dataclasses import dataclass as checked_dataclass
 from undula.data.script.indexed import ScriptData
 from undula.data.script.pickling import Pickled
 from undula.data.spec import DataSpec, ValidationSpec
-from undula.errors import STRICT
+from undula.errors import NAME, STRICT
 from undula.parallel.capabilities import Feature, features_of, refusal
 from undula.parallel.spec import ActivationsSpec, EngineName, EngineSettings, GradientSpec, ShardingSpec
 from undula.plan.plan import Plan, PlanSpec
@@ -20,7 +20,7 @@ from undula.plan.schedule import ScheduleSpec
 from undula.state.goals import GoalSpec, StopSpec
 from undula.state.spec import CheckpointSpec
 
-Name = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
+Name = Annotated[str, StringConstraints(pattern=NAME)]
 
 
 @checked_dataclass(frozen=True, config=STRICT)

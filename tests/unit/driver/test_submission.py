@@ -71,6 +71,7 @@ def test_a_tracker_without_credentials_is_refused_before_a_cluster_starts(
     monkeypatch.setitem(sys.modules, "wandb", ModuleType("wandb"))
     monkeypatch.setattr("undula.driver.submission.cluster_at_hand", lambda: None)
     monkeypatch.setattr("undula.driver.submission.run_on_own_cluster", run_on_own_cluster)
+    file.write_text("name: job\n")  # the script gives the data, so that nothing else is refused
     overrides = ("trackers.wandb={}", f"runs={tmp_path}", "workers.max=1")
     tracked = submission_of_job(file, load_spec(file, overrides), overrides, None, fresh=False)
     with pytest.raises(

@@ -22,6 +22,7 @@ from undula.elastic.pure.policy import (
     hang_limit_s,
     limiting_step_s,
     lost_ranks,
+    reason_to_stay,
 )
 from undula.recovery.progress import (
     BETWEEN_STEPS,
@@ -80,6 +81,29 @@ def test_growth_that_does_not_pay_waits_unless_it_is_configured() -> None:
     assert decide(view, 1, 2) == Hold()
     assert isinstance(decide(view, 1, 2, grow="always"), Resize)
     assert decide(View(NOW, slots("a", "b")), 1, 2, grow="never") == Hold()
+
+
+def test_a_group_that_stays_small_says_why() -> None:
+    ready, alone, full = slots("a", "b"), slots("a"), slots("ab")
+    dear = Growth(interval_s=5.0, cost_s=4.0)
+    assert reason_to_stay(View(NOW, ready, growth=dear), 2, "auto", starting=0) == "pause"
+    assert reason_to_stay(View(NOW, alone), 2, "never", starting=0) == "never"
+    assert reason_to_stay(View(NOW, alone), 2, "auto", starting=0) == "room"
+    assert reason_to_stay(View(NOW, alone), 2, "auto", starting=1) is None, "the event about its node says so"
+    assert reason_to_stay(View(NOW, full), 2, "never", starting=0) is None
+    assert reason_to_stay(View(NOW, alone, {"a": NOW + 20}), 2, "auto", starting=0) is None
+
+
+@given(st.floats(1, 1e4), st.floats(0.1, 1e3), st.integers(1, 20), st.integers(1, 8), st.integers(1, 8))
+def test_growth_pays_after_the_time_that_is_told(
+    interval_s: float, cost_s: float, changes: int, current: int, more: int
+) -> None:
+    """The expected interval is the time of the run divided by its changes, so that it grows while nothing changes."""
+    growth, wanted = Growth(interval_s, cost_s, changes), current + more
+    wait_s = growth.pays_in_s(current, wanted)
+    assert (wait_s == 0) == growth.pays(current, wanted)
+    later = replace(growth, interval_s=interval_s + (wait_s + 1e-3) / changes)
+    assert later.pays(current, wanted)
 
 
 def test_a_resize_waits_for_a_checkpoint_until_shortly_before_the_deadline() -> None:

@@ -24,6 +24,8 @@ EVENTS: tuple[Event, ...] = (
     events.StartEvent(1, 2, "the memory of a worker", step=38),
     events.LostEvent(1, step=4),
     events.NodeEvent("4f1c2d3e5a", 2),
+    events.NodeEvent("4f1c2d3e5a", 1, 6.5),
+    *(events.StayEvent(1, 2, reason, 25.0, {"CPU": 1.0}) for reason in get_args(events.StayReason)),
     events.BatchEvent(16, "linear", 2.0, 2.0, 32.0, 2, step=10),
     events.BatchEvent(16, "linear", 2.0, 2.0, step=0),
     events.BatchEvent(16, "adascale", 2.0, None, step=0),

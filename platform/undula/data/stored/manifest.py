@@ -216,6 +216,8 @@ def load_manifest(url: str) -> Manifest:
     """
     store = open_store(url)
     name = next((name for name in (MANIFEST_NAME, FORMER_NAME) if store.exists(name)), None)
+    if name is None and not store.exists():
+        raise ManifestError(f"there is no folder {url}; correct the path, or create the data set with `undula data`")
     if name is None:
         raise ManifestError(
             f"{url} has no {MANIFEST_NAME}; create the data set with `undula data` or index it with `undula data index {url}`"

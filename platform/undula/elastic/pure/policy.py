@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from math import inf
 
 from undula.recovery.progress import COMPILE_S, START_LIMIT_S, ProgressView
+from undula.state.events import StayReason
 
 SETTLE_S = 1.0
 """Seconds after a notice during which the policy waits for further notices, so that all of them cause only one resize."""
@@ -42,10 +43,16 @@ class Growth:
     """Expected seconds until the cluster changes again."""
     cost_s: float = EXPECTED_COST_S
     """Expected duration in seconds of the pause for a resize."""
+    changes: int = 1
+    """Number of changes of the run, by which its time is divided for the expected interval."""
 
     def pays(self, current: int, wanted: int) -> bool:
         """Return whether a growth from `current` to `wanted` workers gains more work than its pause costs."""
-        return (wanted - current) * self.interval_s > wanted * self.cost_s
+        return self.interval_s >= wanted * self.cost_s / (wanted - current)
+
+    def pays_in_s(self, current: int, wanted: int) -> float:
+        """Return the seconds without a change after which such a growth pays; 0 if it pays now."""
+        return max(wanted * self.cost_s / (wanted - current) - self.interval_s, 0.0) * self.changes
 
     def describe(self, current: int, wanted: int) -> str:
         """Return the reason for a growth, for a message."""
@@ -132,6 +139,24 @@ def decide(view: View, low: int, high: int, grow: str = "auto") -> Decision:
     if is_growth and view.growth.pays(len(group), len(wanted)):
         return Resize(wanted, view.growth.describe(len(group), len(wanted)))
     return Hold()
+
+
+def reason_to_stay(view: View, high: int, grow: str, starting: int) -> StayReason | None:
+    """Return why a group that continues has fewer workers than it may have; None if it has them all, or if that is about to change.
+
+    Args:
+        view: Present state of the cluster and the group.
+        high: Maximum number of workers.
+        grow: Policy for growth.
+        starting: Number of workers that are starting, of which another event tells.
+    """
+    if sum(slot.in_group for slot in view.slots) >= high or view.deadlines:
+        return None
+    if grow == "never":
+        return "never"
+    if not all(slot.in_group for slot in view.slots):
+        return "pause"
+    return None if starting else "room"
 
 
 def hang_limit_s(longest_step_s: float, override_s: float | None) -> float:

@@ -78,6 +78,8 @@ class WorkerPool:
     """Exception of the last worker that did not become ready, most often because it cannot import the script; None once one is ready."""
     refusal: ClusterError | None = None
     """Error of the last worker that cannot train on its node, where no other worker could either; None if there is none."""
+    start_s: float | None = None
+    """Seconds that the last worker took until it was ready; None before the first one is."""
     _observed_at: float = float("-inf")
     _labels: Labels = field(default_factory=Labels)
     _tried: dict[str, float] = field(default_factory=dict)
@@ -288,6 +290,7 @@ class WorkerPool:
             worker = waiting[answer]
             try:
                 worker.metadata, self.failure = ray.get(answer), None
+                self.start_s = time.monotonic() - worker.started
             except RayError as error:
                 self.drop(worker.id)
                 self._tried[worker.node] = time.monotonic()
@@ -312,7 +315,7 @@ class WorkerPool:
                 self._tried[node.id] = now
                 by_market[node.market] += count
                 if self.trained_on:
-                    self.on_event(NodeEvent(node.id, count))
+                    self.on_event(NodeEvent(node.id, count, self.start_s))
                 for _ in range(count):
                     self._start(node.id, now)
 

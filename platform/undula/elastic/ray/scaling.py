@@ -31,6 +31,7 @@ from undula.elastic.pure.policy import (
     limiting_step_s,
     lost_ranks,
     patience_s,
+    reason_to_stay,
     silent_ranks,
 )
 from undula.elastic.pure.sharing import WaitingRun
@@ -42,7 +43,17 @@ from undula.elastic.ray.pool import WorkerPool
 from undula.elastic.ray.waiting_runs import WorkerSharing
 from undula.recovery.progress import ProgressView
 from undula.recovery.worker_state import Request
-from undula.state.events import CrashEvent, LostEvent, NoticeEvent, ResizeEvent, SaveEvent, WaitedFor, WaitingEvent
+from undula.state.events import (
+    CrashEvent,
+    LostEvent,
+    NoticeEvent,
+    ResizeEvent,
+    SaveEvent,
+    StayEvent,
+    StayReason,
+    WaitedFor,
+    WaitingEvent,
+)
 
 RUN_NAME = "ray"
 """Name that Ray Train gets for each run of a job, whose own name is that of its folder."""
@@ -50,6 +61,8 @@ REPORT_INTERVAL_S = 30.0
 """Seconds between two events about the same wait, as long as the number of ready workers does not change."""
 START_S = 15.0
 """Seconds within which workers that start are expected to be ready."""
+STAY_S = 5.0
+"""Seconds for which a group has fewer workers than it may have before this is reported."""
 LOST_NODE_S = 3.0
 """Seconds to wait until a worker starts on a node on which one was lost with its part of the state."""
 STATE_START_S = 60.0
@@ -72,6 +85,8 @@ class GroupView:
     """Time on the monotonic clock since which the ranks have waited in them."""
     broken_at: float | None = None
     """Time on the monotonic clock at which the collectives were aborted to break a deadlock of all ranks; None without a deadlock."""
+    stays_since: float | None = None
+    """Time on the monotonic clock since which the group has had fewer workers than it may have, for a reason that lasts."""
 
     def is_stepping(self, world_size: int) -> bool:
         """Return whether all ranks are in their training loop."""
@@ -118,6 +133,8 @@ class PoolPolicy(ScalingPolicy):
     _pause_began: float | None = None
     _pauses: list[float] = field(default_factory=list)
     _noticed: set[str] = field(default_factory=set)
+    _stays: set[StayReason] = field(default_factory=set)
+    """Reasons that were reported for a group that is smaller than it may be."""
     _saved: float | None = None
     """Time of the notice for which a checkpoint was last requested; None before the first request."""
     _request: AutoscalerRequest | None = None
@@ -206,7 +223,8 @@ class PoolPolicy(ScalingPolicy):
             return self._resize(len(statuses))
         self._report_notices(worker_group_state)
         low, high = self.scaling_config.min_workers, self.scaling_config.max_workers
-        decision = decide(self._view(), low, high, self.grow)
+        view = self._view()
+        decision = decide(view, low, high, self.grow)
         if leaving := self._group.leaving:
             if all(status.has_left for status in statuses):
                 return self._resize(len(leaving.workers) if isinstance(leaving, Resize) else low)
@@ -215,6 +233,7 @@ class PoolPolicy(ScalingPolicy):
             return NoopDecision()
         has_begun = self._group.is_stepping(len(statuses)) if self._is_run else True
         if isinstance(decision, Hold) or not has_begun:
+            self._report_stay(view, high, has_begun)
             return NoopDecision()
         self._report_decision(decision, len(statuses))
         if not self._is_run:  # a train function without a Run cannot save or end at a step boundary
@@ -236,6 +255,7 @@ class PoolPolicy(ScalingPolicy):
     def _resize(self, num_workers: int) -> ResizeDecision:
         self._reached = max([self._reached, *(rank.step for rank in self._group.last.values())])
         self._group, self._wait = GroupView(), Wait()
+        self._stays.discard("pause")
         self._sharing.ends()
         self.pool.fleet.pace.pause()
         if self._has_run:
@@ -254,7 +274,7 @@ class PoolPolicy(ScalingPolicy):
             slots=pool.worker_slots(),
             deadlines=deadlines,
             noticed=pool.newest_notice,
-            growth=Growth(interval, cost),
+            growth=Growth(interval, cost, max(self._changes, 1)),
             is_saved=self._saved == pool.newest_notice,
             step_s=self._longest_step_s,
         )
@@ -327,6 +347,21 @@ class PoolPolicy(ScalingPolicy):
             self.on_event(SaveEvent(decision.reason, lead_s=None if decision.ends else LEAVE_S))
             return
         self.on_event(ResizeEvent(current, len(decision.workers), decision.reason))
+
+    def _report_stay(self, view: View, high: int, has_begun: bool) -> None:
+        """Report once why the group has fewer workers than it may have, if it still has them after STAY_S."""
+        reason = reason_to_stay(view, high, self.grow, self.pool.preparing) if has_begun else None
+        if reason == "room" and not self.pool.fleet.spec.is_any:
+            reason = None  # the policy may not want more nodes
+        now, current = time.monotonic(), sum(slot.in_group for slot in view.slots)
+        self._group.stays_since = (self._group.stays_since or now) if reason else None
+        if current >= high:
+            self._stays.clear()
+        if reason is None or reason in self._stays or now - (self._group.stays_since or now) < STAY_S:
+            return
+        self._stays.add(reason)
+        wait_s = view.growth.pays_in_s(current, min(len(view.slots), high)) if reason == "pause" else 0.0
+        self.on_event(StayEvent(current, high, reason, wait_s, self.pool.resources))
 
     def _report_notices(self, state: WorkerGroupState) -> None:
         """Report nodes that will be removed. Train functions without a Run can read this from ray.train.get_preemption_info()."""

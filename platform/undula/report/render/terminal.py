@@ -136,8 +136,7 @@ def print_runs(
         ]
         rows_of_text += [(printable(folder), "unreadable", *[DASH] * (4 + len(more))) for folder in reasons]
         console.print(_runs_table((*RUN_COLUMNS, *map(printable, more)), rows_of_text, console.width))
-    notes = [f"{folder}: {summaries[folder].waiting}" for folder in chosen if summaries[folder].waiting]
-    notes += [f"{folder} failed: {failure}" for folder in chosen if (failure := summaries[folder].failure)]
+    notes = _notes({folder: summaries[folder] for folder in chosen})
     notes += [f"{folder} is {jobs[folder]} and has no directory yet" for folder in unseen]
     notes += [f"unreadable: {reason}" for reason in reasons.values()]
     for folder in studies:
@@ -155,6 +154,12 @@ def _summary_of(store: Store, now: float) -> tuple[RunSummary, Mapping[str, Any]
     except UndulaError as error:
         return error
     return summarize(run.ledger, run.job, now, run.has_driver), run.job.spec
+
+
+def _notes(chosen: Mapping[str, RunSummary]) -> list[str]:
+    """Return what runs wait for, and why they failed, by the folder of the run."""
+    waiting = [f"{folder}: {summary.waiting}" for folder, summary in chosen.items() if summary.waiting]
+    return waiting + [f"{folder} failed: {summary.failure}" for folder, summary in chosen.items() if summary.failure]
 
 
 def print_comparison(comparison: Comparison, *, console: Console | None = None) -> None:

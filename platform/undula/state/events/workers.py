@@ -9,6 +9,11 @@ from typing_extensions import TypedDict  # pydantic reads typing.TypedDict from 
 from undula.state.events.base import Event, counted, short
 
 
+def needs(resources: Mapping[str, float]) -> str:
+    """Return the Ray resources of a worker as text, such as `1 CPU, 1 GPU`."""
+    return ", ".join(f"{amount:g} {name}" for name, amount in resources.items() if amount)
+
+
 class WorkerPlace(TypedDict, total=False):
     """Place where a worker runs. A key whose value is unknown is absent."""
 
@@ -51,11 +56,49 @@ class NodeEvent(Event):
     node: str
     workers: int
     """Number of workers that start there."""
+    start_s: float | None = None
+    """Seconds that the last worker took to start; None if that is not known."""
 
     @property
     def message(self) -> str:
-        verb = "starts" if self.workers == 1 else "start"
-        return f"Node {short(self.node)} has room: {counted(self.workers, 'worker')} {verb} there."
+        verb, join, it = ("starts", "joins", "it is") if self.workers == 1 else ("start", "join", "they are")
+        when = "" if self.start_s is None else f", after about {self.start_s:.0f} s"
+        return f"Node {short(self.node)} has room: {counted(self.workers, 'worker')} {verb} there and {join} when {it} ready{when}."
+
+
+StayReason = Literal["pause", "never", "room"]
+
+
+@dataclass(frozen=True)
+class StayEvent(Event):
+    """The group has fewer workers than it may have, and goes on with them for now."""
+
+    KIND = "stay"
+    workers: int
+    """Number of workers of the group."""
+    most: int
+    """Maximum number of workers."""
+    reason: StayReason
+    """`pause`: workers are ready, but the pause in which they join would cost more than they would gain. `never`: workers.grow is never.
+    `room`: no node has room for another worker."""
+    wait_s: float = 0.0
+    """Seconds without a change of the cluster after which the ready workers join, for `pause`."""
+    resources: Mapping[str, float] = field(default_factory=dict)
+    """Ray resources of one worker."""
+
+    @property
+    def message(self) -> str:
+        text = f"The run trains with {self.workers} of up to {counted(self.most, 'worker')}"
+        match self.reason:
+            case "pause":
+                why = "the pause in which more would join costs more work than they would do until the cluster's next change"
+                return f"{text}, because {why}; they join in about {self.wait_s:.0f} s if nothing changes until then (workers.grow: auto)."
+            case "never":
+                return f"{text}, because workers.grow is never."
+            case "room":
+                return f"{text}, because no node has room for another one ({needs(self.resources)}); one joins as soon as there is."
+            case _:
+                assert_never(self.reason)
 
 
 @dataclass(frozen=True)
@@ -181,7 +224,7 @@ class WaitingEvent(Event):
         counts = f"{self.ready} ready, {self.starting} starting, at least {self.needed} needed"
         match self.waited_for:
             case "workers":
-                need = ", ".join(f"{amount:g} {name}" for name, amount in self.resources.items() if amount)
+                need = needs(self.resources)
                 what = f" with {need}" if need else ""
                 also = f", as does {' and '.join(self.rivals)}" if self.rivals else ""
                 return f"The run waits for {counted(max(self.needed - self.ready, 0), 'more worker')}{what}{also} ({counts})."

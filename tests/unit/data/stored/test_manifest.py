@@ -187,6 +187,9 @@ def test_an_invalid_manifest_is_refused(
 
 
 def test_a_missing_manifest_is_reported_with_the_fix(store: Store) -> None:
+    with pytest.raises(ManifestError, match=f"^there is no folder {store.url}; correct the path, or create"):
+        load_manifest(store.url)
+    store.write("part.parquet", b"")
     with pytest.raises(ManifestError, match=f"^{store.url} has no _manifest.json; .*`undula data index {store.url}`$"):
         load_manifest(store.url)
 
