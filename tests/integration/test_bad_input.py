@@ -66,7 +66,10 @@ def test_missing_data_of_both_kinds_are_named(text: str, tmp_path: Path) -> None
 
 def test_missing_data_is_named_with_the_fix(tmp_path: Path) -> None:
     sentence = refusal(tmp_path / "nothing", tmp_path)
-    assert f"command line: data.train: there is no folder {tmp_path}/nothing/train; correct the path, or create" in sentence
+    assert (
+        f"command line: data.train: there is no folder {tmp_path}/nothing/train; correct the path, or create"
+        in sentence
+    )
 
 
 def test_a_deleted_shard_is_named(own_text: Path, tmp_path: Path) -> None:

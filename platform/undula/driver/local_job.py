@@ -79,8 +79,12 @@ def run_on_own_cluster(
     ):
         await_start(cluster, lambda: process.poll() is not None or head_answers(cluster.address))
         assert process.stdout is not None
-        for line in process.stdout:
-            show(line.decode(errors="backslashreplace").rstrip("\n"))
+        try:
+            for line in process.stdout:
+                show(line.decode(errors="backslashreplace").rstrip("\n"))
+        except (KeyboardInterrupt, SystemExit):
+            show("stopping ...")
+            raise
         code = process.wait()
     return code if code >= 0 else 128 - code
 

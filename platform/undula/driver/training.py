@@ -12,9 +12,11 @@ from undula.driver.preflight import Prepared, prepare
 from undula.driver.record import LaunchSpec, record_job
 from undula.driver.trackers import Tracking, send_rest
 from undula.errors import FAILED
+from undula.state.defaults import default_runs
 from undula.state.directory import FILES, delete_run, held
 from undula.state.events import EndEvent, Event, ValidationEvent
 from undula.state.ledger import last_event, read_ledger, steps_done
+from undula.storage import open_store
 from undula.telemetry.event_recorder import EventRecorder
 from undula.telemetry.messages import Publisher
 from undula.telemetry.tracker import Tracker
@@ -101,7 +103,9 @@ def _result(prepared: Prepared, failure: str | None) -> str:
     loss = f"validation loss {validation.loss:.4f} at step {validation.step}" if validation else "no validation"
     files = store / FILES
     written = f"files that the script wrote: {files.url}\n" if files.list() else ""
-    return f"{result}: {loss}\n{written}run directory: {store.url}\nundula show {store.url}"
+    folder, _, name = store.url.rpartition("/")
+    run = name if folder == open_store(default_runs()).url.rstrip("/") else store.url
+    return f"{result}: {loss}\n{written}run directory: {store.url}\nlook at it: undula show {run}"
 
 
 def _print_unsent(sentences: Sequence[str]) -> None:

@@ -18,6 +18,8 @@ INTERVAL_S = 1.0
 STATUS_PREFIX = "step "
 _EVENT = re.compile(r"\d\d:\d\d:\d\d  ")
 """Beginning of the line of an event."""
+_RESULT = re.compile(r"(finished|(failed|stopped) after \d)")
+"""Beginning of the line with which a driver says how training ended."""
 TABLE_TOP, TABLE_FOOT, LAST_TABLE_FOOT = "┏", "└", "┗"
 
 
@@ -71,6 +73,8 @@ class LiveScreen:
         elif line.startswith(STATUS_PREFIX):
             self._rewrite([], [line[: shutil.get_terminal_size().columns - 1]])
         else:
+            if _RESULT.match(line):
+                self.close()  # nothing follows that the status could be about
             self._rewrite(_wrapped(line) if _EVENT.match(line) else [line], self._status)
         self._out.flush()
 

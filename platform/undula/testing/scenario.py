@@ -76,8 +76,8 @@ class Outcome:
 
     def lines(self) -> list[str]:
         """Return the lines to print on a terminal."""
-        lines = [f"{'outage':>8}  {'at step':>7}  after"] if self.outages else []
-        lines += [f"{outage.seconds:6.2f} s  {outage.step:7}  {'; '.join(outage.faults)}" for outage in self.outages]
+        lines = [f"{'outage':>8}  {'sent after step':>15}  as scheduled"] if self.outages else []
+        lines += [f"{outage.seconds:6.2f} s  {outage.step:15}  {'; '.join(outage.faults)}" for outage in self.outages]
         steps = f"{self.steps} steps" + (f" in {self.updates} updates" if self.updates != self.steps else "")
         lines.append(f"{len(self.done)} faults, {steps}, {self.steps_lost} of them lost and repeated")
         if outages := [outage.seconds for outage in self.outages]:

@@ -13,8 +13,10 @@ from typing import Any
 
 import pytest
 import torch
+from ray.train.v2._internal.execution.worker_group import worker as rays_worker
 from ray.train.v2._internal.execution.worker_group.poll import WorkerGroupPollStatus, WorkerStatus
 from ray.train.v2._internal.execution.worker_group.worker import RayTrainWorker
+from ray.train.v2.api.preemption import PreemptionInfo
 
 from undula.elastic.ray import actor
 from undula.elastic.ray.actor import ElasticWorker, WorkerMetadata, rehearse_steps, resident_memory
@@ -50,6 +52,19 @@ def test_a_worker_kills_another_worker_but_no_process_that_reuses_its_id() -> No
         assert healthy.stdin is not None
         healthy.stdin.close()
         assert healthy.wait(10) == 0
+
+
+def test_a_notice_is_stored_without_a_line_of_rays(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    context = SimpleNamespace(preemption_context=SimpleNamespace(preemption_info=None), get_world_rank=lambda: 0)
+    for module in (actor, rays_worker):
+        monkeypatch.setattr(module, "get_train_context", lambda: context)
+    notice = PreemptionInfo(5_000, {"a": [0]})
+    with caplog.at_level("INFO"):
+        ElasticWorker.__new__(ElasticWorker).mark_preempt(notice)
+    assert context.preemption_context.preemption_info is notice
+    assert not caplog.records
 
 
 def worker_in(namespace: str, pid: int) -> PooledWorker:

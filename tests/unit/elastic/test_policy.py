@@ -41,6 +41,7 @@ from undula.recovery.progress import (
     Progress,
     ProgressView,
 )
+from undula.state.events import ResizeEvent
 
 NOW = 1_000_000.0
 LIMIT_S = 5.0
@@ -81,6 +82,13 @@ def test_growth_that_does_not_pay_waits_unless_it_is_configured() -> None:
     assert decide(view, 1, 2) == Hold()
     assert isinstance(decide(view, 1, 2, grow="always"), Resize)
     assert decide(View(NOW, slots("a", "b")), 1, 2, grow="never") == Hold()
+
+
+def test_a_worker_that_moves_names_both_nodes() -> None:
+    decision = decide(View(NOW, slots("a", "b"), {"a": NOW + 20}, NOW - 2), 1, 1)
+    assert isinstance(decision, Resize)
+    message = ResizeEvent(1, 1, decision.reason).message
+    assert message == "The group stays at 1 worker: 1 worker moves from node a, which will be removed, to node b."
 
 
 def test_a_group_that_stays_small_says_why() -> None:

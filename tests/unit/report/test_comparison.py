@@ -58,7 +58,7 @@ def test_settings_that_differ_are_listed_and_runs_of_one_plan_are_compared(tmp_p
     same, other = found.agreements
     assert (same.label, same.against, same.certificate.difference) == ("same", "one", None)
     assert same.certificate.proved == [
-        "2 steps as in run: the same samples and learning rates, with losses within 0.0e+00",
+        "2 steps as in run: the same samples and learning rates, with identical losses",
         "2 validations as in run",
     ]
     assert (other.label, other.against) == ("other", "one")

@@ -38,6 +38,7 @@ EVENTS: tuple[Event, ...] = (
     events.SnapshotEvent(2**20, 3, 0.008, step=8),
     events.CheckpointEvent(0.5, step=20),
     events.ResizeEvent(2, 1, "1 of 2 workers runs on a node that will go"),
+    events.ResizeEvent(2, 2, "1 worker moves from node a, which will be removed, to node b"),
     events.SaveEvent("only 1 worker stays"),
     events.SaveEvent("only 1 worker stays", lead_s=5.0),
     *(events.CrashEvent(cause, "KeyError: 'x'", 1, "4f1c2d3e5a", 12, 5.0) for cause in get_args(events.CrashCause)),

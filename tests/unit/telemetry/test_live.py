@@ -62,6 +62,15 @@ def test_an_event_is_printed_above_the_status_on_a_terminal() -> None:
     assert shown == "step 1<event\nstep 1<step 2\n"
 
 
+def test_the_result_is_printed_below_the_last_status_on_a_terminal() -> None:
+    out = Terminal()
+    screen = LiveScreen(out)
+    for line in ("step 2/2", "finished: no validation", "run directory: /runs/a"):
+        screen.show(line)
+    screen.close()
+    assert out.getvalue() == "step 2/2\nfinished: no validation\nrun directory: /runs/a\n"
+
+
 def test_an_event_is_broken_between_words_on_a_terminal_and_a_printed_line_is_left_alone(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

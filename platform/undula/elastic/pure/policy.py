@@ -6,6 +6,7 @@ from math import inf
 
 from undula.recovery.progress import COMPILE_S, START_LIMIT_S, ProgressView
 from undula.state.events import StayReason
+from undula.state.events.base import counted, short
 
 SETTLE_S = 1.0
 """Seconds after a notice during which the policy waits for further notices, so that all of them cause only one resize."""
@@ -125,10 +126,14 @@ def decide(view: View, low: int, high: int, grow: str = "auto") -> Decision:
         deadline = min(view.deadlines[slot.node] for slot in group if slot.node in view.deadlines)
         if view.now - view.noticed < SETTLE_S and deadline - view.now > 5 * SETTLE_S:
             return Hold()
-        doomed = f"{len(group) - len(staying)} of {len(group)} workers run on nodes that will be removed"
+        leaving = len(group) - len(staying)
+        doomed = f"{leaving} of {counted(len(group), 'worker')} run{'s' * (leaving == 1)} on nodes that will be removed"
         last_moment = view.now if deadline == inf else deadline - LEAVE_S - 3 * view.step_s
         if len(wanted) >= low:
-            return Resize(wanted, doomed, last_moment)
+            new = {slot.node for slot in joining if slot.worker in wanted}
+            old = {slot.node for slot in group if slot.node in view.deadlines}
+            moves = f"{counted(leaving, 'worker')} move{'s' * (leaving == 1)} from {_named(old)}, which will be removed, to {_named(new)}"
+            return Resize(wanted, moves if len(wanted) == len(group) else doomed, last_moment)
         reason = f"{doomed}, which leaves {len(wanted)}, and the job needs at least {low}"
         if view.now >= last_moment:
             return Save(reason)
@@ -139,6 +144,12 @@ def decide(view: View, low: int, high: int, grow: str = "auto") -> Decision:
     if is_growth and view.growth.pays(len(group), len(wanted)):
         return Resize(wanted, view.growth.describe(len(group), len(wanted)))
     return Hold()
+
+
+def _named(nodes: Iterable[str]) -> str:
+    """Return the nodes with their short names, such as `node 1088cede` or `nodes 1088cede and 2f3a9b1c`."""
+    names = sorted(map(short, nodes))
+    return f"node{'s' * (len(names) > 1)} {' and '.join(names)}"
 
 
 def reason_to_stay(view: View, high: int, grow: str, starting: int) -> StayReason | None:

@@ -21,6 +21,7 @@ from ray.train.v2._internal.execution.context import get_train_context
 from ray.train.v2._internal.execution.worker_group.poll import WorkerStatus
 from ray.train.v2._internal.execution.worker_group.worker import ActorMetadata, RayTrainWorker
 from ray.train.v2._internal.util import ObjectRefWrapper
+from ray.train.v2.api.preemption import PreemptionInfo
 
 from undula.data.script.pickling import dumps
 from undula.elastic.pure.deadlock import CollectiveWait
@@ -195,6 +196,10 @@ class ElasticWorker(RayTrainWorker):
             status.error = UserExceptionWithTraceback(failure, kept_traceback(failure) or "")
         status.preemption_info = None  # the policy handles notices; Ray would train until the deadline
         return status
+
+    def mark_preempt(self, info: PreemptionInfo) -> None:
+        """Store a notice for train functions that read it, without Ray's line in the log, because an event tells of the notice."""
+        get_train_context().preemption_context.preemption_info = info
 
     def set_request(self, request: Request) -> None:
         """Set the request that the rank carries out at its next step boundary."""

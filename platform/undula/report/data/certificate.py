@@ -257,8 +257,13 @@ def _check_replayed(run: RecordedRun, tolerance: float, certificate: Certificate
         return
     largest = _compare(rows, others, tolerance, "its replay", _close_keys(run))
     certificate.proved.append(
-        f"{counted(len(rows), 'replayed step')} consumed the same samples, with losses within {largest:.1e}"
+        f"{counted(len(rows), 'replayed step')} consumed the same samples, with {_losses(largest)}"
     )
+
+
+def _losses(largest: float) -> str:
+    """Return how far the losses of two trainings agree, given their largest relative difference, as text."""
+    return f"losses within {largest:.1e}" if largest else "identical losses"
 
 
 def _check_against(run: RecordedRun, other: RecordedRun, tolerance: float, certificate: Certificate) -> None:
@@ -288,8 +293,8 @@ def _check_against(run: RecordedRun, other: RecordedRun, tolerance: float, certi
     stages = stage_of(run.job), stage_of(other.job)
     sharded = f" (sharding.stage is {stages[0]} here and {stages[1]} there)" if any(stages) else ""
     certificate.proved.append(
-        f"{counted(len(rows), 'step')} as in {other.job.name}{sharded}: the same samples and learning rates, with losses within "
-        f"{largest:.1e}"
+        f"{counted(len(rows), 'step')} as in {other.job.name}{sharded}: the same samples and learning rates, with "
+        f"{_losses(largest)}"
     )
     _compare_weights(rows, others, other.job.name, reason, certificate)
     done = {0, *(step + merged for step, merged in _keys(rows))}

@@ -114,7 +114,8 @@ class ResizeEvent(Event):
 
     @property
     def message(self) -> str:
-        return f"The group changes from {self.before} to {counted(self.after, 'worker')}: {self.reason}."
+        change = "stays at" if self.before == self.after else f"changes from {self.before} to"
+        return f"The group {change} {counted(self.after, 'worker')}: {self.reason}."
 
 
 @dataclass(frozen=True)
