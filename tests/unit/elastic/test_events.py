@@ -11,6 +11,7 @@ from ray.train.v2.api.exceptions import ControllerError
 from ray.train.v2.api.preemption import PreemptionInfo
 
 from undula.elastic.ray.events import ControllerEvents, EventQueue
+from undula.errors import StorageError
 from undula.state.events import CrashEvent, Event, FaultEvent, GroupEvent, NoticeEvent, WaitingEvent, WorkerPlace
 from undula.state.ledger import decode_events, read_ledger
 from undula.storage import Store
@@ -127,3 +128,14 @@ def test_a_failure_is_reported_once_however_long_the_run_then_waits_for_workers(
     for _ in range(3):
         events.after_controller_state_update(restarting, restarting)
     assert [event.kind for event in received] == ["crash"]
+
+
+def test_an_outage_of_the_storage_says_for_how_long_the_run_tries() -> None:
+    received: list[Event] = []
+    events = ControllerEvents(received.append, NEEDS, node_table, waits_for_storage=lambda: True)
+    outage = RestartingState(training_failed_error=ControllerError(StorageError("cannot read s3://bucket: no answer")))
+    events.after_controller_state_update(RunningState(), outage)
+    (crash,) = received
+    assert crash.message == (
+        "The storage failed (cannot read s3://bucket: no answer); the run tries again with new groups for about half an hour."
+    )

@@ -90,6 +90,7 @@ def test_attempts_are_counted() -> None:
 
 def test_an_exception_before_the_first_step_is_retried_once() -> None:
     policy, error = RetryUnlessBug(FailureConfig(max_failures=3)), failed(raised(RuntimeError("x")))
+    assert not policy.waits_for_storage
     assert [policy.make_decision(error) for _ in range(2)] == [FailureDecision.RETRY, FailureDecision.RAISE]
     policy = RetryUnlessBug(FailureConfig(max_failures=3))
     policy.has_stepped = True
@@ -115,6 +116,7 @@ def test_a_storage_that_fails_between_steps_gets_time_to_recover() -> None:
         assert policy.make_decision(outage) == FailureDecision.RETRY
         pauses.append(policy.take_pause_s())
         assert policy.take_pause_s() == 0
+    assert policy.waits_for_storage
     assert pauses[:3] == [2, 4, 8]
     assert max(pauses) == LONGEST_PAUSE_S
     assert policy.make_decision(outage) == FailureDecision.RAISE
@@ -145,6 +147,7 @@ def test_a_failure_is_reported_with_its_exception_and_the_users_line() -> None:
     assert summary(failed(broken, mistyped(), broken)) == (
         "rank 1: KeyError: 'lable' at col.py:3; ranks 0, 2: a collective failed because another rank was lost"
     )
+    assert summary(failed(mistyped(), mistyped())) == "ranks 0, 1: KeyError: 'lable' at col.py:3"
     story = whole_story(failed(RayActorError(), mistyped()))
     assert story.startswith("rank 1:\nTraceback (most recent call last)")
     assert story.endswith("KeyError: 'lable'\n")

@@ -66,10 +66,11 @@ class ElasticController(TrainController):
         self.worker_group_cls = WorkerGroups(self._pool)  # type: ignore[assignment]
         self._called = asyncio.Event()
         self._fast_until = float("-inf")
-        events = ControllerEvents(self._events, scaling_config._resources_per_worker_not_none)
+        self._retries: RetryUnlessBug = arguments["failure_policy"]
+        needs = scaling_config._resources_per_worker_not_none
+        events = ControllerEvents(self._events, needs, waits_for_storage=lambda: self._retries.waits_for_storage)
         report = events.with_ready_workers(self._pool.ready)
         self._elastic_policy = PoolPolicy(scaling_config, grow, hang_limit_s, self._pool, report)
-        self._retries: RetryUnlessBug = arguments["failure_policy"]
         self._has_reported_refusal = False
         super().__init__(scaling_policy=self._elastic_policy, callbacks=[*callbacks, events], **arguments)
 

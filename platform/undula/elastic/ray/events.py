@@ -88,10 +88,18 @@ class ControllerEvents(ControllerCallback, WorkerGroupCallback):
         sink: Sink of the events.
         needs: Amount of each resource that a worker reserves.
         nodes: Function that returns the cluster's nodes.
+        waits_for_storage: Function that returns whether the last failure was one of the storage, which the run waits for.
     """
 
-    def __init__(self, sink: EventSink, needs: Mapping[str, float], nodes: NodeTable = ray.nodes):
+    def __init__(
+        self,
+        sink: EventSink,
+        needs: Mapping[str, float],
+        nodes: NodeTable = ray.nodes,
+        waits_for_storage: Callable[[], bool] = lambda: False,
+    ):
         self._sink = sink
+        self._waits_for_storage = waits_for_storage
         self._needs = needs
         self._nodes = nodes
         self._job = secrets.token_hex(4)  # identifies a submission: a run holds no workers between two submissions
@@ -141,7 +149,7 @@ class ControllerEvents(ControllerCallback, WorkerGroupCallback):
         if isinstance(current_state, RestartingState | ReschedulingState):
             error = current_state.training_failed_error
             if not is_waiting(error):
-                self._sink(CrashEvent("failure", summary(error)))
+                self._sink(CrashEvent("storage" if self._waits_for_storage() else "failure", summary(error)))
         elif isinstance(current_state, PreemptingState) and not isinstance(previous_state, PreemptingState):
             info = current_state.preemption_info
             deadline = None if info.deadline_ms is None else info.deadline_ms / 1e3

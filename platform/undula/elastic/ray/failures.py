@@ -54,6 +54,8 @@ class RetryUnlessBug(DefaultFailurePolicy):
         super().__init__(failure_config)
         self.has_stepped = False
         """Whether the controller has seen a committed step since the last failure."""
+        self.waits_for_storage = False
+        """Whether the last failure was one of the storage, after which the run tries again for longer than after others."""
         self._has_ever_stepped = False
         self._exceptions = self._losses = self._storage_failures = 0
         self._pause_s = 0.0
@@ -68,7 +70,8 @@ class RetryUnlessBug(DefaultFailurePolicy):
         has_stepped, self.has_stepped = self.has_stepped, False
         self._has_ever_stepped |= has_stepped
         limit = self.failure_config.max_failures
-        if self._has_ever_stepped and limit != 0 and is_of_storage(training_failed_error):
+        self.waits_for_storage = self._has_ever_stepped and limit != 0 and is_of_storage(training_failed_error)
+        if self.waits_for_storage:
             self._storage_failures = 1 if has_stepped else self._storage_failures + 1
             self._pause_s = min(2.0**self._storage_failures, LONGEST_PAUSE_S)
             is_over = self._storage_failures > STORAGE_FAILURES
@@ -149,11 +152,13 @@ def summary(error: BaseException) -> str:
         return _one_line(error)
     failures = sorted(error.worker_failures.items())
     broken = [str(rank) for rank, failure in failures if is_of_collective(failure)]
-    parts = [f"rank {rank}: {_one_line(failure)}" for rank, failure in failures if not is_of_collective(failure)]
+    ranks: dict[str, list[str]] = {}
+    for rank, failure in failures:
+        if not is_of_collective(failure):
+            ranks.setdefault(_one_line(failure), []).append(str(rank))
     if broken:
-        ranks = f"rank{'s' * (len(broken) > 1)} {', '.join(broken)}"
-        parts.append(f"{ranks}: a collective failed because another rank was lost")
-    return "; ".join(parts)
+        ranks["a collective failed because another rank was lost"] = broken
+    return "; ".join(f"rank{'s' * (len(own) > 1)} {', '.join(own)}: {text}" for text, own in ranks.items())
 
 
 def whole_story(error: BaseException) -> str:

@@ -137,7 +137,7 @@ class SaveEvent(Event):
         return f"The group saves a checkpoint and then {then}: {self.reason}."
 
 
-CrashCause = Literal["failure", "hang", "deadlock", "unresponsive", "unusable"]
+CrashCause = Literal["failure", "storage", "hang", "deadlock", "unresponsive", "unusable"]
 
 
 @dataclass(frozen=True)
@@ -146,10 +146,11 @@ class CrashEvent(Event):
 
     KIND = "crash"
     cause: CrashCause
-    """Cause of the loss. `failure`: ranks raised or died. `hang`: a rank made no step. `deadlock`: all ranks waited for each other.
+    """Cause of the loss. `failure`: ranks raised or died. `storage`: the storage failed, for which the run waits. `hang`: a rank made no
+    step. `deadlock`: all ranks waited for each other.
     `unresponsive`: a worker did not answer. `unusable`: a worker could not join another group."""
     error: str = ""
-    """Failures of all ranks in one line, for `failure`."""
+    """Failures of all ranks in one line, for `failure` and `storage`."""
     rank: int | None = None
     node: str | None = None
     pid: int | None = None
@@ -162,6 +163,8 @@ class CrashEvent(Event):
         match self.cause:
             case "failure":
                 return f"Workers failed ({self.error}); the run continues with a new group."
+            case "storage":
+                return f"The storage failed ({self.error}); the run tries again with new groups for about half an hour."
             case "hang":
                 return (
                     f"Rank {self.rank} ({process}) made no step for {self.limit_s or 0:.1f} s; Undula ends its process."
