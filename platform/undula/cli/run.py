@@ -112,4 +112,4 @@ def run(
     if address or mode != "follow":
         other = "--address" if address else f"--{mode}"
         raise SpecError(f"command line: --in-process cannot be combined with {other}; remove one of them")
-    return run_in_this_process(submission)
+    return run_in_this_process(submission, "--in-process")

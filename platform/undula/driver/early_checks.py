@@ -14,15 +14,14 @@ from undula.data.stored.manifest import difference, load_manifest
 from undula.data.stored.mixture import Mixture, StoredData, load_data
 from undula.errors import ManifestError, RunError, SpecError, StorageError
 from undula.plan.plan import Plan, PlanSpec
-from undula.state.commit import find_commits
-from undula.state.defaults import TRACKERS
+from undula.state.commit import Commit, find_commits
 from undula.state.directory import JOB_FILE, STUDY_FILE, held, job_record
 from undula.state.events import EndEvent, FailEvent
 from undula.state.ledger import decode_events, has_steps, read_ledger
 from undula.storage import Store, open_store
 
 
-def check_before_cluster(loaded: LoadedSpec, fresh: bool) -> str | None:
+def check_before_cluster(loaded: LoadedSpec, fresh: bool) -> bool:
     """Check what the driver will check again, as far as files of this machine are concerned and the script need not run for it.
 
     Args:
@@ -30,7 +29,7 @@ def check_before_cluster(loaded: LoadedSpec, fresh: bool) -> str | None:
         fresh: Whether the run starts over.
 
     Returns:
-        That the run is finished, as a sentence; None if there is something to do.
+        Whether the run is finished, so that its driver needs no cluster.
 
     Raises:
         UndulaError: The driver would refuse the job.
@@ -40,27 +39,18 @@ def check_before_cluster(loaded: LoadedSpec, fresh: bool) -> str | None:
     if not spec.data.is_of_script and not any(url and url.startswith("s3://") for url in urls):
         data = check_data(loaded)
     if spec.run_url.startswith("s3://"):
-        return None
+        return False
     store = run_directory(loaded)
     if not store.exists(JOB_FILE):
-        return None
+        return False
     with held(store):
-        newest = next(iter(find_commits(store)[0]), None)
+        newest = None if fresh else next(iter(find_commits(store)[0]), None)
         if fresh or (newest is None and not has_steps(store)):
-            return None
+            return False
         refuse_changes(store, loaded, data, is_whole=False)
-        # What the run lacks in a tracker is sent by its driver, which also knows the trackers of the script.
-        if newest is None or spec.trackers or store.exists(TRACKERS):
-            return None
-        is_at_end = newest.step >= job_record(store).get("total_steps", newest.step + 1)
-        is_at_end |= bool(newest.results.reason_to_stop(spec.stop))
-        is_whole = is_at_end and not newest.damage(store, sorted(newest.files)) and not has_failed(store)
-        return finished(store) if is_whole else None
-
-
-def finished(store: Store) -> str:
-    """Return that a run is finished, as a sentence for the user who has submitted it again."""
-    return f"{store.url} is finished, so there is nothing to do; give --fresh to delete the run and start over"
+        if newest is None or newest.step < job_record(store).get("total_steps", newest.step + 1):
+            return False
+        return is_intact_end(store, newest)
 
 
 def check_data(loaded: LoadedSpec) -> StoredData:
@@ -119,8 +109,12 @@ def _checked(
     return data
 
 
-def has_failed(store: Store) -> bool:
-    """Return whether the script has failed in its work after the last step, which it then does again."""
+def is_intact_end(store: Store, last: Commit) -> bool:
+    """Return whether the last checkpoint of a run is undamaged, and the script has not failed in its work after it, which it does again."""
+    return not last.damage(store, sorted(last.files)) and not _has_failed(store)
+
+
+def _has_failed(store: Store) -> bool:
     last = [event for event in decode_events(read_ledger(store).events) if isinstance(event, EndEvent | FailEvent)][-1:]
     return any(isinstance(event, FailEvent) for event in last)
 

@@ -7,7 +7,7 @@ from undula.config.job import LoadedSpec
 from undula.data.planned import Data
 from undula.data.script.indexed import ScriptData
 from undula.data.stored.mixture import StoredData
-from undula.driver.early_checks import check_data, has_failed, refuse_changes, refuse_lost_path, run_directory
+from undula.driver.early_checks import check_data, is_intact_end, refuse_changes, refuse_lost_path, run_directory
 from undula.driver.model_facts import ModelFacts, script_facts
 from undula.driver.trackers import checked_trackers
 from undula.errors import SpecError
@@ -73,9 +73,7 @@ def prepare(loaded: LoadedSpec, train: Callable[[Run], None], fresh: bool) -> Pr
     is_at_end = newest is not None and (
         newest.step >= plan.total_steps or bool(newest.results.reason_to_stop(loaded.spec.stop))
     )
-    is_finished = (
-        is_at_end and newest is not None and not newest.damage(store, sorted(newest.files)) and not has_failed(store)
-    )
+    is_finished = is_at_end and newest is not None and is_intact_end(store, newest)
     return Prepared(store, plan, is_finished, examined.script_data, trackers)
 
 

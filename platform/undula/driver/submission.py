@@ -84,9 +84,9 @@ class Submission:
     """Ray's runtime environment of the job, without what Undula sets itself."""
     packed: int = 1
     """Number of trainings that share the resources of one worker."""
-    check_here: Callable[[Sequence[str]], str | None] = lambda _arguments: None
+    check_here: Callable[[Sequence[str]], bool] = lambda _arguments: False
     """Checks of the job's driver that this machine can make before it starts a cluster, with the environment of the job. Given the
-    arguments of the script, it returns why there is nothing to do, or None."""
+    arguments of the script, it returns whether the driver needs no cluster, because the run is finished."""
 
     def with_environment(
         self, variables: Mapping[str, str], runtime_env: Mapping[str, Any] = MappingProxyType({})
@@ -168,12 +168,12 @@ def submission_of_job(
     )
 
 
-def _check_here(loaded: LoadedSpec, arguments: Sequence[str]) -> str | None:
+def _check_here(loaded: LoadedSpec, arguments: Sequence[str]) -> bool:
     if loaded.spec.trackers:
         from undula.driver.trackers import checked_trackers  # most jobs need none of its imports
 
         checked_trackers(loaded, open_store(loaded.spec.run_url))
-    return None if SMOKE in arguments else check_before_cluster(loaded, FRESH in arguments)
+    return SMOKE not in arguments and check_before_cluster(loaded, FRESH in arguments)
 
 
 def name_in_submission(script: Path, file: Path) -> str:
@@ -212,21 +212,20 @@ def run_submission(submission: Submission, address: str | None, screen: LiveScre
         share=submission.packed,
     )
     with having(submission.environment):
-        nothing_to_do = submission.check_here(submission.arguments)
-    if nothing_to_do:
-        screen.show(nothing_to_do)
-        return 0
+        is_finished = submission.check_here(submission.arguments)
+    if is_finished:
+        return run_in_this_process(submission)
     screen.show("starting a local Ray cluster ...")
     return _run_here(submission, screen)
 
 
-def run_in_this_process(submission: Submission) -> int:
-    """Run a script in this process, as `python SCRIPT ARGUMENTS --in-process` does, and return its exit status."""
+def run_in_this_process(submission: Submission, *options: str) -> int:
+    """Run a script in this process, as `python SCRIPT ARGUMENTS OPTIONS` does, and return its exit status."""
     submission = _as_on_nodes(submission)
     os.environ.update(submission.environment)
     with importable(submission.modules) as path:
         sys.path += [text.partition(os.pathsep)[0] for text in path.values()]
-        run_submitted(submission.script, [*submission.arguments, "--in-process"])
+        run_submitted(submission.script, [*submission.arguments, *options])
     return 0
 
 

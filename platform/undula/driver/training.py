@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from undula.config.job import LoadedSpec
-from undula.driver.early_checks import finished
 from undula.driver.preflight import Prepared, prepare
 from undula.driver.record import LaunchSpec, record_job
 from undula.driver.trackers import Tracking, send_rest
@@ -66,7 +65,7 @@ def train_job(
     if prepared.is_finished:
         with held(store):
             _print_unsent(send_rest(trackers, store))
-        print(finished(store))
+        print(f"{store.url} is finished, so there is nothing to do; give --fresh to delete the run and start over")
         return
     with held(store):
         with open_place(loaded, prepared) as place:
