@@ -152,6 +152,7 @@ def test_ctrl_c_leaves_no_process_behind(mark: str, text: str, tmp_path: Path) -
     signal_group(process, signal.SIGINT)
     out, err = process.communicate(timeout=300)
     assert process.returncode == 130, out + err
+    assert "stopping ..." in out.splitlines()
     await_nothing_left(mark)
 
 
