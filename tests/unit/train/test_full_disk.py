@@ -5,20 +5,25 @@ import re
 import resource
 import subprocess
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from numbers_job import numbers_job, run_batches
+from numbers_job import cpu_run, numbers_job, run_batches
 from ranks import forks
 from torch import nn
 from waiting import wait_until
 
+from undula.errors import StorageError
+from undula.recovery.worker_state import WORKER_MEMORY, LeaveGroup, Request, WorkerState
+from undula.state import checkpoint
 from undula.state.commit import find_commits
-from undula.state.events import WarningEvent
+from undula.state.events import StartEvent, WarningEvent
 from undula.state.ledger import events_of, read_ledger
-from undula.storage import open_store
+from undula.storage import Store, open_store
 from undula.train.job import Job
 from undula.train.run import Run
 from undula.train.single_process import SingleProcess
@@ -113,3 +118,36 @@ def test_a_full_disk_is_named_once_and_the_last_checkpoint_waits_for_room(tmp_pa
     assert re.search(f"{lacking} or correct this: the run tries again every 3 steps", first)
     assert re.search(f"{lacking} or correct this: the run tries again for 30 minutes", last)
     assert [entry.name for entry in (small_disk / "run/checkpoints").iterdir()] == ["step-00000012-a1"]
+
+
+@pytest.mark.usefixtures("process_group")
+def test_a_group_that_waits_for_the_storage_at_its_end_can_leave(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The storage fails until the ranks are asked to leave; the next group of the process then saves the final state."""
+    job, worker, begun = numbers_job(tmp_path), WorkerState(), []
+    write = checkpoint.write_share
+
+    def failing(store: Store, folder: str, *arguments: Any) -> Any:
+        if checkpoint.step_of(folder) == 4 and not begun[1:]:
+            worker.request = Request(leaves=True)
+            raise StorageError("no answer")
+        return write(store, folder, *arguments)
+
+    monkeypatch.setattr(checkpoint, "write_share", failing)
+    for _ in range(2):
+        begun.append(True)
+        run = cpu_run(job, worker=worker)
+        model = run.model(nn.Linear(1, 1))
+        run.optimizer(torch.optim.SGD(model.parameters(), lr=run.base_lr))
+        with suppress(LeaveGroup):
+            for step in run.steps():
+                run_batches(step, model)
+                step.update()
+            assert begun[1:], "the first group leaves"
+        run.hand_over()
+        worker.request = Request()
+    store = open_store(job.run_url)
+    assert find_commits(store)[0][0].step == 4
+    starts = events_of(read_ledger(store).events, StartEvent)
+    assert [(start.step, start.origin) for start in starts] == [(0, None), (4, WORKER_MEMORY)]
