@@ -80,7 +80,7 @@ ALLOWED: Mapping[str, Mapping[str, str]] = {
         "_values": "parallel.precision",
         "_wrapped_by_lr_sched": "parallel.sharding",
         "_version": "parallel.host_memory parallel.recompute parallel.reduce.sharded parallel.selective recovery.update_log train.beside "
-        "train.open_gradients train.script_guard",
+        "train.open_gradients train.script_guard train.whole_weights",
         "torch._C": "cluster.worker_check elastic.ray.backend parallel.selective train.open_gradients train.single_process",
         "torch._amp_foreach_non_finite_check_and_unscale_": "parallel.precision",
         "torch._dynamo": "cluster.forking.server parallel.compile testing.conformance train.model",

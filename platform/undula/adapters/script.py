@@ -103,7 +103,7 @@ class Script:
         if offer is not None:
             offer.give(run)
         else:
-            self._run_main(Place(run, run.plan.spec.virtual_workers), run.config.arguments)
+            self._run_main(Place(run, run.virtual_workers), run.config.arguments)
 
     def _run_main(self, here: "Place", arguments: object) -> None:
         global _place

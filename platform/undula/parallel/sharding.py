@@ -126,30 +126,37 @@ def set_up_optimizer(
             "run.optimizer() got an optimizer of parameters that the sharded model does not have, because run.model() has replaced them; "
             "make the optimizer from the parameters of the model that run.model() returns"
         )
-    kind = type(optimizer)
+    if is_chosen and (problem := problem_of_optimizer(optimizer)):
+        raise UsageError(problem)
     if not _is_compared(optimizer):
-        if is_chosen:
-            names = ", ".join(sorted(each.__name__ for each in _COMPARED))
-            raise UsageError(
-                f"sharding.stage cannot be combined with the optimizer {kind.__name__}, whose results on shards were not compared with "
-                f"those on whole parameters; use {names}, or LAMB or LARS of undula.optim, or set sharding.stage=0"
-            )
         return False
     for group in optimizer.param_groups:
-        if group.get("fused") and is_chosen:
-            raise UsageError(
-                f"sharding.stage cannot be combined with {kind.__name__}(fused=True), whose results on shards are others than those on "
-                "whole parameters; remove fused=True"
-            )
         # For whole parameters on a GPU, torch chooses lists by itself, and for shards never.
         if "foreach" in group and group["foreach"] is None and not group.get("fused"):
-            group["foreach"] = device.type != "cpu" or kind not in _OTHER_BITS_IN_LISTS
+            group["foreach"] = device.type != "cpu" or type(optimizer) not in _OTHER_BITS_IN_LISTS
     return has_known_results(optimizer)
+
+
+def problem_of_optimizer(optimizer: Optimizer) -> str | None:
+    """Return the reason why the results of an optimizer on shards can be others than on whole parameters, as a sentence; None for none."""
+    kind = type(optimizer).__name__
+    if not _is_compared(optimizer):
+        names = ", ".join(sorted(each.__name__ for each in _COMPARED))
+        return (
+            f"sharding.stage cannot be combined with the optimizer {kind}, whose results on shards were not compared with those on whole "
+            f"parameters; use {names}, or LAMB or LARS of undula.optim, or set sharding.stage=0"
+        )
+    if any(group.get("fused") for group in optimizer.param_groups):
+        return (
+            f"sharding.stage cannot be combined with {kind}(fused=True), whose results on shards are others than those on whole "
+            "parameters; remove fused=True, which is TrainingArguments.optim='adamw_torch' in Hugging Face's Trainer"
+        )
+    return None
 
 
 def has_known_results(optimizer: Optimizer) -> bool:
     """Return whether the results of an optimizer on shards are those on whole parameters, as far as is known."""
-    return _is_compared(optimizer) and not any(group.get("fused") for group in optimizer.param_groups)
+    return problem_of_optimizer(optimizer) is None
 
 
 def has_own_step(optimizer: Optimizer) -> bool:

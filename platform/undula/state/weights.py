@@ -1,10 +1,10 @@
 """Weights of a run outside of its training: loaded into a plain model, from a checkpoint that the user chooses."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from itertools import chain
 from typing import Literal, TypeAlias
 
-from torch import nn
+from torch import Tensor, nn
 
 from undula.errors import CheckpointError, SpecError
 from undula.state.checkpoint_files import read_pieces, table_of
@@ -12,8 +12,8 @@ from undula.state.commit import Commit, best_commit, find_commits
 from undula.state.directory import job_record
 from undula.state.goals import GoalSpec
 from undula.state.locate import locate_run
-from undula.state.model_state import check_shapes, load_model_state, model_shapes, model_targets
-from undula.state.pieces import piece_of
+from undula.state.model_state import MODEL, check_shapes, load_model_state, model_shapes, model_targets
+from undula.state.pieces import TensorSpec, empty_tensor, piece_of
 from undula.storage import Store
 
 Which: TypeAlias = Literal["best", "last"] | int
@@ -53,6 +53,26 @@ def load_weights(model: nn.Module, run: str, which: Which = "last", *, runs: str
     read_pieces(store, commit, {name: piece_of(tensor) for name, tensor in targets.items()})
     load_model_state(model, {**targets, **commit.values})
     return commit.step
+
+
+def read_weights(store: Store, step: int, names: Collection[str]) -> dict[str, Tensor]:
+    """Return whole tensors of a run's model from a checkpoint, in host memory.
+
+    Args:
+        store: Run directory.
+        step: Number of steps of the checkpoint.
+        names: Names of the tensors in the model's `state_dict()`.
+
+    Raises:
+        CheckpointError: There is no such checkpoint, it is damaged, or it is from another model.
+    """
+    if not names:
+        return {}
+    commit = chosen_checkpoint(store, step)
+    table = table_of(commit)
+    tensors = {name: empty_tensor(TensorSpec(table[MODEL + name].dtype, table[MODEL + name].shape)) for name in names}
+    read_pieces(store, commit, {MODEL + name: piece_of(tensor) for name, tensor in tensors.items()})
+    return tensors
 
 
 def chosen_checkpoint(store: Store, which: Which) -> Commit:

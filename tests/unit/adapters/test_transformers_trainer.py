@@ -315,10 +315,6 @@ def test_a_value_of_the_yaml_that_the_arguments_contradict_is_refused(tmp_path: 
     with pytest.raises(SpecError, match=sentence):
         job_of_script(script, tmp_path, "plan.max_steps=7")
     assert job_of_script(script, tmp_path, "plan.seed=42").plan.seed == 42
-    with pytest.raises(
-        SpecError, match=r"^sharding\.stage cannot be combined with the Trainer of Hugging Face, which saves"
-    ):
-        job_of_script(script, tmp_path, "sharding.stage=3")
 
 
 def test_a_trainer_outside_of_a_run_says_how_to_launch_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

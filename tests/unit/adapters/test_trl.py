@@ -55,10 +55,11 @@ class Script:
         args = config_class(
             output_dir=str(self.folder),
             per_device_train_batch_size=self.more.get("batch", 8),
-            max_steps=4,
+            max_steps=self.more.get("steps", 4),
             learning_rate=1e-2,
             logging_steps=1,
             save_strategy="no",
+            optim="adamw_torch",
             report_to="none",
             disable_tqdm=True,
             use_cpu=True,
@@ -67,7 +68,7 @@ class Script:
             **({"train_sampling_strategy": "sequential"} if HAS_STRATEGY else {}),
         )
         torch.manual_seed(0)
-        config = GPT2Config(vocab_size=43, n_positions=32, n_embd=16, n_layer=1, n_head=2, resid_pdrop=0.0,
+        config = GPT2Config(vocab_size=43, n_positions=32, n_embd=16, n_layer=2, n_head=2, resid_pdrop=0.0,
                             embd_pdrop=0.0, attn_pdrop=0.0, num_labels=1, pad_token_id=0, bos_token_id=1, eos_token_id=1)  # fmt: skip
         model = GPT2ForSequenceClassification(config) if self.kind == "Reward" else GPT2LMHeadModel(config)
         reference = {"ref_model": copy.deepcopy(model)} if self.kind == "DPO" else {}
@@ -93,11 +94,15 @@ def test_a_trainer_of_trl_has_its_own_losses_and_metrics(kind: str, tmp_path: Pa
         assert our.keys() == their.keys()
 
 
+@pytest.mark.parametrize("stage", [0, 3])
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_number_of_ranks_changes_no_bit_of_a_trainer_of_trl(kind: str, tmp_path: Path) -> None:
+def test_neither_the_number_of_ranks_nor_sharding_changes_a_bit_of_a_trainer_of_trl(
+    kind: str, stage: int, tmp_path: Path
+) -> None:
     script = Script(kind, tmp_path / "out", is_elastic=True, batch=2)
     settings = ("deterministic=true", *IN_ORDER)
-    job = renamed(job_of_script(script, tmp_path, *settings, virtual_workers=4), "two")
+    sharding = f"sharding.stage={stage}"
+    job = renamed(job_of_script(script, tmp_path, *settings, sharding, virtual_workers=4), "two")
     alone = train_here(script, tmp_path, *settings, virtual_workers=4)
     on_ranks(2, train_rank, script, job)
     names = ("loss", "grad_norm", "sample_digest", "weights_digest")

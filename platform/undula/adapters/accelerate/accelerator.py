@@ -25,9 +25,9 @@ from undula.config.yaml_file import Setting
 from undula.data.script.dataset import check_indexed
 from undula.errors import UsageError
 from undula.parallel.precision import dtype_of
-from undula.parallel.sharding import follow
 from undula.plan.precision import Compute
 from undula.train.run import Run
+from undula.train.whole_weights import placed
 
 PRECISIONS: Mapping[str, Compute] = {"no": "fp32", "fp16": "fp16", "bf16": "bf16"}
 """Values of `precision.compute` by those of `mixed_precision`."""
@@ -201,9 +201,7 @@ class Accelerator(Processes):
         def give(run: Run) -> None:
             loader = training.loader
             run.dataset(training.dataset, collate_fn=loader.collate_fn, num_workers=loader.num_workers)
-            former = {parameter: name for name, parameter in model.named_parameters()}
-            run.model(model)
-            follow(optimizer.optimizer, former, dict(model.named_parameters()))
+            placed(run, model, optimizer.optimizer)
 
         if self._run is None:
             if "plan.max_steps" not in place().given:

@@ -9,7 +9,6 @@ from typing import Any
 import safetensors.torch
 import torch
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.tensor import DTensor
 
 from undula.adapters.accelerate.loaders import EvaluationLoader, merged
@@ -19,6 +18,7 @@ from undula.adapters.script import Place
 from undula.data.nested import moved, with_tensors
 from undula.errors import UsageError
 from undula.train.run import Run
+from undula.train.whole_weights import whole_weights
 
 
 class Processes:
@@ -153,8 +153,7 @@ class Processes:
         """Return the weights of a model; those of a sharded one are on rank 0 alone. All ranks call this between two steps."""
         self._run_between_steps("accelerator.get_state_dict()")
         if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
-            whole = StateDictOptions(full_state_dict=True, cpu_offload=True)
-            return dict(get_model_state_dict(model, options=whole))
+            return whole_weights(model, self.is_main_process)
         return model.state_dict()
 
     def save_model(self, model: nn.Module, save_directory: str | os.PathLike[str]) -> None:

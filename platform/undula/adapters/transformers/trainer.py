@@ -11,12 +11,14 @@ import math
 import os
 import time
 from collections.abc import Mapping
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 import transformers
 from accelerate.utils import TorchDynamoPlugin
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.utils._pytree import tree_map_only
 from transformers.trainer_utils import TrainOutput
 
@@ -45,8 +47,10 @@ from undula.data.script.dataset import fingerprint_of
 from undula.data.script.loader_processes import Loader
 from undula.errors import SpecError, UsageError
 from undula.parallel.random_state import kept_random_state
+from undula.parallel.sharding import problem_of_optimizer
 from undula.train.run import Run
 from undula.train.step import Step
+from undula.train.whole_weights import WholeWeights, placed
 
 STATE_FIELDS = (
     *("epoch", "global_step", "num_input_tokens_seen", "total_flos"),
@@ -85,6 +89,7 @@ class ElasticMixin(_Base):  # type: ignore[misc]
         self.accelerator.backward = self._backward
         self.accelerator.gather = self.accelerator.gather_for_metrics = self._gather
         self.gather_function = self._gather
+        self._weights: WholeWeights | None = None
         self._step: Step | None = None
         self._evaluated: RankBatches | None = None
         # Loader processes keep the datasets that the trainer has when it begins to train, in every group.
@@ -118,6 +123,12 @@ class ElasticMixin(_Base):  # type: ignore[misc]
         with kept_random_state():
             return super().predict(*arguments, **more)
 
+    def prediction_step(self, model: nn.Module, *arguments: Any, **more: Any) -> Any:
+        """Predict for a batch. Generation calls parts of a sharded model by themselves, whose weights outside of units it needs before."""
+        if isinstance(model, FSDPModule):
+            model.unshard()
+        return super().prediction_step(model, *arguments, **more)
+
     def hyperparameter_search(self, *arguments: Any, **more: Any) -> Any:
         raise SpecError("Trainer.hyperparameter_search() does not run in a job; start a study of it (docs/studies.md)")
 
@@ -126,7 +137,8 @@ class ElasticMixin(_Base):  # type: ignore[misc]
         run = place().run
         if run is not None:
             run.alive()
-        super().save_model(output_dir, _internal_call)
+        with self._weights.gathered() if self._weights else nullcontext():
+            super().save_model(output_dir, _internal_call)
         if run is not None and _internal_call:
             run.gather(None)  # waits for all ranks
 
@@ -135,23 +147,24 @@ class ElasticMixin(_Base):  # type: ignore[misc]
         here = place()
         if here.run is not None:
             return
-        if here.given.get("sharding.stage"):
-            raise SpecError(
-                "sharding.stage cannot be combined with the Trainer of Hugging Face, which saves whole models on one worker; set it to 0, "
-                "or train with undula.main, Accelerate or Lightning"
-            )
         if self.train_dataset is None:
             raise SpecError("the Trainer has no train_dataset, but a job trains; give it one")
         check_datasets(self.train_dataset, self.eval_dataset)
         size = len(self.train_dataset)
-        raise Offer(job_settings(self.args, size, here.virtual_workers, self.optimizer) if size else {}, self._give)
+        settings = job_settings(self.args, size, here.virtual_workers, self.optimizer) if size else {}
+        if here.given.get("sharding.stage"):
+            self.create_optimizer()
+            if problem := problem_of_optimizer(self.optimizer):
+                raise SpecError(problem)
+        raise Offer(settings, self._give)
 
     def _give(self, run: Run) -> None:
         """Give the dataset and the model to a run."""
         dataset, collate = self._data(self.train_dataset, "training")
         name = fingerprint_of(self.train_dataset)  # without columns, it depends on the order of a set
         run.dataset(dataset, collate_fn=collate, num_workers=self.args.dataloader_num_workers, name=name)
-        self.model_wrapped = run.model(self.model)
+        self.model_wrapped = placed(run, self.model, self.optimizer)
+        self._weights = WholeWeights(self.model, run)
 
     def _data(self, dataset: Any, description: str) -> tuple[Any, Any]:
         """Return a dataset and a collate function without the columns that the model does not take."""
@@ -218,6 +231,8 @@ class ElasticMixin(_Base):  # type: ignore[misc]
         num_train_samples = self._prepare(run, args)
         run.state("transformers", self._captured, self._restore)
         self._loop(run, self.model_wrapped, ignore_keys_for_eval)
+        assert self._weights is not None
+        self._weights.end(self.state.global_step)
         return self._finalize_training(None, num_train_samples, self._start_time)
 
     def _prepare(self, run: Run, args: Any) -> float:

@@ -82,6 +82,8 @@ class ShardedEngine(Engine):
             part.set_force_sum_reduction_for_comms(True)  # gloo cannot scale a sum
             # Otherwise the places of gradients in the flat one would depend on which parameters a micro-batch uses.
             part.set_reduce_scatter_unused_params(True)
+            # Torch derives a class named FSDP..., and transformers chooses losses, among others, by the name of a model's class.
+            type(part).__name__ = type(part).__mro__[2].__name__
         refuse_local_numbers()
         guard_methods(_parts(module), lambda: self._is_in_batch)
         self._hooks = [
