@@ -122,6 +122,7 @@ ALLOWED: Mapping[str, Mapping[str, str]] = {
         "_initial_num_input_tokens_seen": "adapters.transformers.trainer",
         "_inner_training_loop": "adapters.refusals adapters.transformers.trainer",
         "_maybe_log_save_evaluate": "adapters.transformers.trainer",
+        "_move_model_to_device": "adapters.transformers.trainer",
         "_load_best_model": "adapters.transformers.older adapters.transformers.trainer",
         "_memory_tracker": "adapters.transformers.older",
         "_n_gpu": "adapters.transformers.library",

@@ -12,7 +12,7 @@ from undula.train.launched_habits import refusal_of
 _SHARD = "remove it; a model that is too large for a GPU can be sharded with fully_shard"
 _ORDER = "a run decides the samples of a batch; set train_sampling_strategy and pass train_dataset and data_collator"
 _LOOP = "a run has a loop of its own; use a TrainerCallback"
-_SHARDED = "set sharding.stage in the YAML of a script with undula.main, Accelerate or Lightning (docs/sharding.md)"
+_SHARDED = "set sharding.stage in the job's YAML (docs/transformers.md)"
 _REDUCES = "remove it, because Undula reduces the gradients itself"
 _LOADER = "remove it, because loader processes are Undula's"
 _HUB = "push the saved model after the run"

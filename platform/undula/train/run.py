@@ -44,6 +44,7 @@ class Run:
         config: Settings of the script.
         base_lr: Learning rate at the peak of the schedule.
         compute: Number format in which the model computes.
+        sharding_stage: Value of `sharding.stage`, 0 if the run does not shard the model.
         rank: Rank of this process.
         world_size: Number of ranks.
         device: Device of this rank.
@@ -57,6 +58,7 @@ class Run:
         job = session.job
         self.config, self.url = unpickled(job.config), job.run_url
         self.base_lr, self.compute = job.schedule.base_lr, job.precision.compute
+        self.sharding_stage = job.sharding.stage
         self.rank, self.world_size, self.device = session.rank, session.world_size, session.device
         self._session = session
         self._parts = GivenParts(session)

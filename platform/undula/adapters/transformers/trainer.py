@@ -111,17 +111,27 @@ class ElasticMixin(_Base):  # type: ignore[misc]
         self._offer_in_driver()
         return super().train(**more)
 
+    def _move_model_to_device(self, model: Any, device: torch.device) -> None:
+        """Leave a model that the run shards where it is, because it may not fit on the device as a whole."""
+        if (run := place().run) is None or not run.sharding_stage:
+            super()._move_model_to_device(model, device)
+
     def evaluate(self, *arguments: Any, **more: Any) -> dict[str, float]:
-        self._offer_in_driver()
-        self._evaluated = None
+        self._begin_evaluation()
         with kept_random_state():
             return dict(super().evaluate(*arguments, **more))
 
     def predict(self, *arguments: Any, **more: Any) -> Any:
-        self._offer_in_driver()
-        self._evaluated = None
+        self._begin_evaluation()
         with kept_random_state():
             return super().predict(*arguments, **more)
+
+    def _begin_evaluation(self) -> None:
+        self._offer_in_driver()
+        self._evaluated = None
+        run = place().run
+        if run is not None and run.sharding_stage and self._weights is None:
+            self._give(run)
 
     def prediction_step(self, model: nn.Module, *arguments: Any, **more: Any) -> Any:
         """Predict for a batch. Generation calls parts of a sharded model by themselves, whose weights outside of units it needs before."""
@@ -164,6 +174,7 @@ class ElasticMixin(_Base):  # type: ignore[misc]
         name = fingerprint_of(self.train_dataset)  # without columns, it depends on the order of a set
         run.dataset(dataset, collate_fn=collate, num_workers=self.args.dataloader_num_workers, name=name)
         self.model_wrapped = placed(run, self.model, self.optimizer)
+        self.accelerator._models.append(self.model_wrapped)  # an evaluation would prepare it otherwise
         self._weights = WholeWeights(self.model, run)
 
     def _data(self, dataset: Any, description: str) -> tuple[Any, Any]:
@@ -225,9 +236,9 @@ class ElasticMixin(_Base):  # type: ignore[misc]
         """Train the steps that are left, with the callbacks of Hugging Face's own loop in its order."""
         run = place().run
         assert run is not None
-        self._give(run)
+        if self._weights is None:
+            self._give(run)
         self._kept_datasets = self.eval_dataset if isinstance(self.eval_dataset, dict) else {"eval": self.eval_dataset}
-        self.accelerator._models.append(self.model_wrapped)
         num_train_samples = self._prepare(run, args)
         run.state("transformers", self._captured, self._restore)
         self._loop(run, self.model_wrapped, ignore_keys_for_eval)
