@@ -170,7 +170,7 @@ def bart() -> nn.Module:
     return BartForConditionalGeneration(config)
 
 
-def test_a_sharded_model_generates_in_evaluations(tmp_path: Path) -> None:
+def test_a_sharded_model_generates_in_evaluations_also_before_the_first_step(tmp_path: Path) -> None:
     def make(folder: Path) -> Trained:
         base = arguments(folder, **GIVEN)
         names = (
@@ -183,12 +183,17 @@ def test_a_sharded_model_generates_in_evaluations(tmp_path: Path) -> None:
         given = {name: getattr(base, name) for name in (*names, "report_to", "use_cpu", "disable_tqdm")}
         if HAS_STRATEGY:
             given["train_sampling_strategy"] = "sequential"
-        generates = {"predict_with_generate": True, "generation_max_length": 8, "eval_strategy": "steps"}
+        generates = {
+            "predict_with_generate": True,
+            "generation_max_length": 8,
+            "eval_strategy": "steps",
+            "eval_on_start": True,
+        }
         args = Seq2SeqTrainingArguments(str(folder), optim="adamw_torch", save_strategy="no", **given, **generates)
         return Generates(ElasticSeq2SeqTrainer, args, bart)
 
     whole, logs = compare(make, tmp_path, 3, 2)
-    assert len(whole.logs) == 2
+    assert len(whole.logs) == 3
     assert logs == [whole.logs] * 2
 
 

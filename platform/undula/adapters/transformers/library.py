@@ -8,6 +8,7 @@ from numbers import Real
 from pathlib import Path
 from typing import Any
 
+import torch
 import transformers
 from torch import Tensor
 from transformers.trainer_callback import ExportableState
@@ -148,6 +149,22 @@ class LogHistory:
         history: list[dict[str, Any]] = json.loads(text)
         self._entries, self._text = len(history), text
         return history
+
+
+def gather_root(model: Any) -> None:
+    """Gather the weights of a sharded model outside of units, by a forward pass that does nothing. All ranks call this together.
+
+    Torch needs such a pass before units are called alone, and its `unshard()` is none.
+    """
+    replaced = model.__dict__.get("forward")
+    model.forward = lambda: None
+    try:
+        with torch.enable_grad():  # otherwise, the run frees them after the pass
+            model()
+    finally:
+        del model.forward
+        if replaced is not None:
+            model.forward = replaced
 
 
 def exported_state(callback: Any) -> dict[str, Any]:

@@ -33,6 +33,7 @@ from undula.adapters.transformers.library import (
     evaluated,
     exported_state,
     found_checkpoint,
+    gather_root,
     is_of_datasets,
     joined,
     logged_by_script,
@@ -136,7 +137,7 @@ class ElasticMixin(_Base):  # type: ignore[misc]
     def prediction_step(self, model: nn.Module, *arguments: Any, **more: Any) -> Any:
         """Predict for a batch. Generation calls parts of a sharded model by themselves, whose weights outside of units it needs before."""
         if isinstance(model, FSDPModule):
-            model.unshard()
+            gather_root(model)
         return super().prediction_step(model, *arguments, **more)
 
     def hyperparameter_search(self, *arguments: Any, **more: Any) -> Any:
