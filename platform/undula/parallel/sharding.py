@@ -149,7 +149,7 @@ def problem_of_optimizer(optimizer: Optimizer) -> str | None:
     if any(group.get("fused") for group in optimizer.param_groups):
         return (
             f"sharding.stage cannot be combined with {kind}(fused=True), whose results on shards are others than those on whole "
-            "parameters; remove fused=True, which is TrainingArguments.optim='adamw_torch' in Hugging Face's Trainer"
+            "parameters; remove fused=True, or set TrainingArguments.optim='adamw_torch' if it is the default of Hugging Face's Trainer"
         )
     return None
 
