@@ -53,6 +53,8 @@ class Run:
 
     _loop: TrainingLoop | None = None
     _is_restored = False
+    has_left = False
+    """Whether the script has ended before the run, so that its state is handed over."""
 
     def __init__(self, session: Session):
         job = session.job
@@ -309,6 +311,7 @@ class Run:
 
     def hand_over(self) -> None:
         """Hand over the state of the last step boundary to the next worker group of this process, and end the threads beside the loop."""
+        self.has_left = True
         if self._loop:
             self._loop.hand_over()
 

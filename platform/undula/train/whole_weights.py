@@ -88,7 +88,7 @@ class WholeWeights:
 
     def _show(self, model: nn.Module, state: dict[str, Any], prefix: str, _: object) -> None:
         whole = self._gathered
-        if self._steps is not None:
+        if self._steps is not None and not self._run.has_left:
             shards = _shards(model)
             if any(self._versions.get(shard) != shard._version for shard in shards.values()):
                 raise UsageError(

@@ -1,5 +1,6 @@
 """Tests of Hugging Face's Trainer with a sharded model: the losses, evaluations and saved models are those of a whole one."""
 
+import shutil
 import tempfile
 from functools import partial
 from pathlib import Path
@@ -8,11 +9,12 @@ from typing import Any
 import pytest
 import test_trl
 import torch
-from adapters_kit import columns, job_of_script, renamed, train_here
+from adapters_kit import columns, job_of_script, renamed, train_group, train_here
 from ranks import on_ranks
 from safetensors.torch import load_file
 from tiny_lm import Sequences, tiny_gpt
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.optim.lr_scheduler import LambdaLR
 from transformers import AutoModelForCausalLM, BartConfig, BartForConditionalGeneration
 from transformers import Seq2SeqTrainer as TheirSeq2SeqTrainer
@@ -21,6 +23,7 @@ from transformers_kit import HAS_STRATEGY, IN_ORDER, Trained, arguments, train_r
 from undula.adapters.script import Script, ScriptConfig
 from undula.adapters.transformers import ElasticMixin, Seq2SeqTrainingArguments, Trainer
 from undula.errors import SpecError, UsageError
+from undula.recovery.worker_state import WorkerState
 from undula.testing import conformance
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -236,6 +239,24 @@ def test_an_optimizer_with_other_results_on_shards_is_refused_before_a_worker_st
     assert fused.startswith("sharding.stage cannot be combined with AdamW(fused=True), whose results on shards are")
     assert "; remove fused=True, or set TrainingArguments.optim='adamw_torch' if" in fused
     assert other.startswith("sharding.stage cannot be combined with the optimizer Adafactor, whose results on shards")
+
+
+def test_a_group_that_ends_after_the_training_hands_its_shards_over(tmp_path: Path) -> None:
+    """What a state_dict shows then, from the checkpoint, is for the script alone."""
+    script = Trained(Trainer, arguments(tmp_path / "out", **GIVEN))
+    job, worker, weights = job_of_script(script, tmp_path, "sharding.stage=3"), WorkerState(), list[Any]()
+
+    def ends() -> None:
+        script()
+        weights.append(script.weights["transformer.wte.weight"])
+        shutil.rmtree(Path(job.run_url) / "checkpoints")
+        raise OSError
+
+    train_group(ends, job, worker)
+    assert worker.held is not None
+    assert not isinstance(weights[0], DTensor)
+    train_group(script, job, worker)
+    assert torch.equal(script.weights["transformer.wte.weight"], weights[0])
 
 
 class Changes(Trained):
