@@ -300,6 +300,31 @@ def on_tokens(run: Run, ends: Ends = lambda index: None) -> None:
         seen.append(tokens)
 
 
+def with_own_average(run: Run, ends: Ends) -> None:
+    """Train with an average of the weights in the state of the script, which only the validation uses."""
+    with CPU:
+        module = network()
+    model = run.model(module)
+    run.optimizer(adamw(model))
+
+    def weights() -> list[float]:
+        whole = [getattr(each, "full_tensor", lambda each=each: each)() for each in model.parameters()]
+        return [float(number) for each in whole for number in each.detach().flatten().tolist()]
+
+    average = weights()
+    run.state("average", lambda: average, lambda value, is_unfinished: average.__setitem__(slice(None), value))
+
+    def validate(batch: Any) -> dict[str, Any]:
+        return {"loss": square(model, batch), "average": math.fsum(average)}
+
+    for step in run.steps(validate):
+        for batch in step.batches():
+            step.backward(square(model, batch))
+        ends(step.index)
+        step.update()
+        average[:] = [0.7 * mean + 0.3 * weight for mean, weight in zip(average, weights(), strict=True)]
+
+
 def on_drawn(run: Run, ends: Ends = lambda index: None) -> None:
     """Train on a dataset of the script whose samples draw random numbers, with a validation."""
     run.dataset(Drawn(), validation=Drawn(26), collate_fn=with_noise, num_workers=run.config["num_workers"])

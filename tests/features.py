@@ -35,6 +35,7 @@ from feature_scripts import (
     sgd,
     two_layers,
     with_dropout,
+    with_own_average,
     with_random_numbers,
     without_memory,
     without_samples,
@@ -110,6 +111,7 @@ FEATURES: dict[str, Feature] = {
     "buffers": Feature(Loop(Averaged)),
     "counts in buffers": Feature(Loop(Counting)),
     "names by a count": Feature(Loop(Counted, adamw)),
+    "an average in the state of the script": Feature(with_own_average),
     "BatchNorm": Feature(Loop(normed(nn.BatchNorm1d))),
     "SyncBatchNorm": Feature(Loop(normed(nn.SyncBatchNorm)), like="BatchNorm"),
     "sparse gradients": Feature(Loop(Embedded, partial(sgd, momentum=0.0))),
@@ -177,6 +179,7 @@ FEATURES |= {
         *((1, "noise scale"), (2, "noise scale, uneven micro-batches"), (3, "noise scale, uneven micro-batches")),
         *((stage, "experts, heads and skipped blocks") for stage in (1, 2, 3)),
         *((2, "rule noise_scale"), (3, "rule adascale"), (1, "compressed"), (2, "compressed"), (3, "compressed")),
+        *((stage, "an average in the state of the script") for stage in (1, 2, 3)),
     )
 }
 FEATURES |= {

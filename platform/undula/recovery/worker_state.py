@@ -110,6 +110,8 @@ class WorkerState:
     """Whether the last group ended for a reason outside this process, such as a lost rank, so that the process can join another group."""
     is_spent: bool = False
     """Whether this process cannot join another group."""
+    script_record: Any = None
+    """What `train.script_variables` has noted about the variables of the script in the last group; None for nothing."""
     failure: BaseException | None = None
     """Exception that the train function of the last group raised, set before that group's collectives are shut down."""
     deadlock: str | None = None

@@ -33,6 +33,7 @@ from undula.driver.preflight import Examined, check_job, check_model, examine
 from undula.driver.record import job_of
 from undula.errors import ConformanceError, UndulaError
 from undula.state.commit import find_commits
+from undula.state.figures import LOGGED, OWN_STATE, Figures, figures_of, other_figures
 from undula.state.model_state import bare_module
 from undula.storage import open_store
 from undula.testing.records import Comparison, Record, Recorder, first_difference, record_of
@@ -87,8 +88,8 @@ def check(
         What was checked, and what was left out and why, a sentence each. They are also printed.
 
     Raises:
-        ConformanceError: A tensor or a value of the state differs from that of the uninterrupted run, or a parameter from that of the
-            plain loop.
+        ConformanceError: A tensor or a value of the state, a loss, a validation or a logged number differs from that of the uninterrupted
+            run, or a parameter from that of the plain loop.
         UndulaError: The job is refused, as `undula run` would refuse it before a worker starts.
     """
     with TemporaryDirectory() as folder:
@@ -97,15 +98,17 @@ def check(
         jobs = {source: make(*settings, *overrides) for source, settings in sources.items()}
         boundaries: dict[int, Record] = {}
         watched = Watched(train)
-        for number, checked in enumerate(jobs.values()):
+        whole = [_new_job(checked, f"whole-{number}") for number, checked in enumerate(jobs.values())]
+        for number, each in enumerate(whole):
             visit = Comparison(boundaries, "a second, equal run") if number else Recorder(boundaries)
-            _train_here(replace(watched, visit=visit), _new_job(checked, f"whole-{number}"))
+            _train_here(replace(watched, visit=visit), each)
+        figures = _repeatable(*map(_figures, whole))
         last = max(boundaries)
         told = [f"Two equal runs of {last} steps and the copies of their state after each step were compared."]
         if "resume" in parts:
-            told += [_check_resuming(watched, source, checked, boundaries) for source, checked in jobs.items()]
+            told += [_check_resuming(watched, source, checked, boundaries, figures) for source, checked in jobs.items()]
         if "hand over" in parts:
-            told += _check_hand_overs(watched, make(*NO_COPIES, *overrides), boundaries)
+            told += _check_hand_overs(watched, make(*NO_COPIES, *overrides), boundaries, figures)
         if "plain loop" in parts:
             told += _check_plain_loop(
                 watched, lambda count: make(*overrides, *PLAIN, *([f"plan.virtual_workers={count}"] if count else []))
@@ -114,7 +117,29 @@ def check(
     return tuple(told)
 
 
-def _check_resuming(watched: Watched, source: str, checked: "_Checked", boundaries: Mapping[int, Record]) -> str:
+def _figures(job: Job) -> Figures:
+    return figures_of(open_store(job.run_url))
+
+
+def _repeatable(figures: Figures, again: Figures) -> Figures:
+    """Return the numbers of a run without logged ones that differ in a second, equal run, such as times."""
+    others = other_figures(again, figures, "a second, equal run")
+    for (_, name), gap in others.items():
+        if not name.endswith(LOGGED):
+            raise ConformanceError(gap)
+    names = {name for _, name in others}
+    return {place: numbers for place, numbers in figures.items() if place[1] not in names}
+
+
+def _compare_figures(job: Job, expected: Figures, run: str) -> None:
+    """Compare the numbers that a run has reported with those of the uninterrupted one."""
+    for gap in other_figures(_figures(job), expected, run).values():
+        raise ConformanceError(f"{gap}; {OWN_STATE}")
+
+
+def _check_resuming(
+    watched: Watched, source: str, checked: "_Checked", boundaries: Mapping[int, Record], figures: Figures
+) -> str:
     """Check that groups resume exactly from copies of a kind."""
     last = max(boundaries)
     for size in GROUP_STEPS:
@@ -122,10 +147,13 @@ def _check_resuming(watched: Watched, source: str, checked: "_Checked", boundari
         visit = Comparison(boundaries, f"a run that was interrupted and resumed from {source}")
         for done in [*range(size, last, size), last]:
             _train_here(replace(watched, visit=visit), legs, until=done, saves=source == CHECKPOINT)
+        _compare_figures(legs, figures, visit.run)
     return f"Groups of {' and of '.join(map(str, GROUP_STEPS))} steps resumed from {source}."
 
 
-def _check_hand_overs(watched: Watched, checked: "_Checked", boundaries: Mapping[int, Record]) -> list[str]:
+def _check_hand_overs(
+    watched: Watched, checked: "_Checked", boundaries: Mapping[int, Record], figures: Figures
+) -> list[str]:
     """Check that groups resume exactly from the state that a group hands over that ends within a step."""
     last = max(boundaries)
     visit = Comparison(boundaries, "a run whose groups ended within a step and handed their state over")
@@ -143,6 +171,7 @@ def _check_hand_overs(watched: Watched, checked: "_Checked", boundaries: Mapping
             with suppress(GroupEnded):
                 process()
         process()
+        _compare_figures(job, figures, visit.run)
     sizes = " and after ".join(map(str, GROUP_STEPS))
     return [f"Groups that ended within a step, after {sizes} steps, handed their state over."]
 
@@ -222,7 +251,8 @@ def check_on_ranks(
         checked = _checked(train, job, *SNAPSHOTS_ALONE, *overrides, folder=folder, config=config)
         fewest = 1 if _has_same_bits(checked, device) else MOST_RANKS
         run_group = partial(_group, train, device)
-        expected = _last(run_group(_new_job(checked, "whole"), _Group(fewest)))
+        whole = _new_job(checked, "whole")
+        expected = _last(run_group(whole, _Group(fewest)))
         interrupted = _new_job(checked, "interrupted")
         for group in (
             _Group(2, until=1, victim=1),
@@ -237,11 +267,13 @@ def check_on_ranks(
         resubmitted = replace(interrupted, run_id=token_hex(8))  # other machines, whose memory has no snapshots
         resumed = _last(run_group(resubmitted, _Group(2)))
         # The uninterrupted run can have one rank, whose state all ranks then have.
+        faults = "a run whose ranks were killed and changed in number"
         for rank, (one, other) in enumerate(zip(resumed, cycle(expected), strict=False)):
             if difference := first_difference(one, other):
-                raise ConformanceError(
-                    f"{difference} on rank {rank} at the end of a run whose ranks were killed and changed in number"
-                )
+                raise ConformanceError(f"{difference} on rank {rank} at the end of {faults}")
+        # Logged times differ between equal runs.
+        figures = {place: numbers for place, numbers in _figures(whole).items() if not place[1].endswith(LOGGED)}
+        _compare_figures(interrupted, figures, faults)
 
 
 @dataclass(frozen=True)

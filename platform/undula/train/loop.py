@@ -25,6 +25,7 @@ from undula.train.parts import ScriptParts
 from undula.train.randomness import seed_between_steps
 from undula.train.saver import StateSaver
 from undula.train.script_state import AfterStep
+from undula.train.script_variables import ScriptVariables
 from undula.train.setup import RunSetup
 from undula.train.step import Step
 from undula.train.trained_model import TrainedModel
@@ -74,6 +75,7 @@ class TrainingLoop:
         self._batches: MicroBatches | None = None
         self._restored: Restored | None = None
         self._after = after_step
+        self._variables = ScriptVariables(setup.worker, layout.is_first, [validate, after_step], parts.state.functions)
         self._validation = None
         if validate is not None and parts.samples.has_validation:
             self._validation = Validation(setup, self.model, validate, parts.samples)
@@ -126,6 +128,8 @@ class TrainingLoop:
         assert self._restored is not None
         try:
             setup.worker.progress.begin(start)
+            if name := self._variables.begin():
+                self.attempt.report(WarningEvent("state_in_script", name, step=start))
             owed_since = script_state.owed_since
             is_saved = self._restored.is_checkpoint and owed_since is None
             if start == 0:
@@ -151,6 +155,7 @@ class TrainingLoop:
                 if beside and setup.job.ends_after is None:  # a smoke test checks this itself
                     self.saver.report_lack_of_room()
                 index, beside = index + step.merged_steps, None
+                self._variables.boundary()
                 self.attempt.require_finite(is_end=self._ends(index))
                 self._end_step(step.index, index)
             if index == start and not is_saved:

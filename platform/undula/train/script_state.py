@@ -44,6 +44,11 @@ class ScriptState:
         return bool(self._parts)
 
     @property
+    def functions(self) -> list[object]:
+        """Functions that the script has registered."""
+        return [function for part in self._parts.values() for function in part]
+
+    @property
     def owed_since(self) -> int | None:
         """Number of committed steps before those whose validation or work of the script is still to be done; None if all is done."""
         return self._owed_since

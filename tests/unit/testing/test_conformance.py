@@ -1,12 +1,15 @@
 """The conformance suite: every model and optimizer resumes exactly or is refused, and a run that does not resume exactly is found."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 from conformance_cases import ALL, MODELS, OVERFLOWING, REFUSED, UNSOUND, UNSOUND_ON_THE_SECOND_RANK, write_job
+from conformance_scripts import HELD, Holding
 from ranks import forks
 
 from undula.errors import ConformanceError, SpecError, UsageError
-from undula.testing.conformance import PARTS, check, check_on_ranks
+from undula.testing.conformance import PARTS, Part, check, check_on_ranks
 
 STEPS = ("plan.max_steps=4",)
 HALF = "bf16 parameters"
@@ -24,7 +27,7 @@ OPTIMIZERS = [name for name in ALL if name not in MODELS]
 
 @pytest.fixture(scope="module")
 def job(tmp_path_factory: pytest.TempPathFactory) -> str:
-    forks("conformance_cases")  # otherwise, each rank would import its libraries of optimizers
+    forks("conformance_cases", "conformance_scripts")  # otherwise, each rank would import its libraries of optimizers
     return write_job(tmp_path_factory.mktemp("conformance"))
 
 
@@ -101,3 +104,24 @@ def test_state_that_only_one_rank_loses_is_found(job: str) -> None:
     sentence = "^buffer.*steps, which is not persistent, has other bits on rank 1 at the end"
     with pytest.raises(ConformanceError, match=sentence):
         check_on_ranks(UNSOUND_ON_THE_SECOND_RANK, job)
+
+
+@pytest.mark.parametrize("name", HELD)
+def test_what_a_script_keeps_itself_is_found_if_no_state_has_it(name: str, job: str) -> None:
+    after_update, sentence = HELD[name]
+    with pytest.raises(ConformanceError, match=f"^{sentence}"):
+        check(Holding(after_update, is_kept=False), job, *STEPS, parts=("resume",))
+
+
+@pytest.mark.parametrize("part", ["resume", "hand over"])
+@pytest.mark.parametrize("name", HELD)
+def test_what_a_script_keeps_in_the_state_of_the_run_is_right(name: str, part: Part, job: str) -> None:
+    training = Holding(HELD[name][0], is_kept=True)
+    check(training, job, *STEPS, parts=(part,))
+
+
+@pytest.mark.parametrize("is_kept", [True, False])
+def test_faults_show_what_a_script_keeps_itself(is_kept: bool, job: str) -> None:
+    training = Holding(HELD["an average of the weights in a list"][0], is_kept)
+    with nullcontext() if is_kept else pytest.raises(ConformanceError, match=r"^the loss of the validation is"):
+        check_on_ranks(training, job)

@@ -335,7 +335,7 @@ WarningCode = Literal[
     "checkpoint_skipped", "checkpoint_failed", "last_checkpoint_failed", "checkpoints_not_removed", "no_room", "no_snapshots",
     "no_replicas", "state_at_risk", "no_validation", "no_validation_data", "batch_rule", "other_rates", "mixed_machines",
     "gradient_overflow", "no_finite_gradients", "non_finite_gradient", "node_refused", "unfinished_work", "sync_batch_norm",
-    "state_beside_model", "settings_taken", "settings_kept",
+    "state_beside_model", "settings_taken", "settings_kept", "state_in_script",
 ]  # fmt: skip
 _WARNINGS: Mapping[WarningCode, str] = {
     "checkpoint_skipped": "A damaged checkpoint is not used: {detail}.",
@@ -356,6 +356,9 @@ _WARNINGS: Mapping[WarningCode, str] = {
     "start over with --fresh.",
     "settings_kept": "The script gives other settings than before, although it was not submitted again, so that they depend on the workers "
     "or the time; the run keeps those that it began with: {detail}; derive them from run.plan or run.config.",
+    "state_in_script": "The script's variable {detail} had changed from step to step, and has begun anew with this group of workers: "
+    "validations and later steps that read it differ from those of a run without interruptions; keep it with run.state(), or in a buffer "
+    "of the model.",
     "unfinished_work": "The state after step {detail} is not used, because the group ended while the script worked after step.update() "
     "or had other weights in the model; the run resumes from an older state. With run.state(), a script can repeat such work.",
     "no_validation": "Nothing is validated: there are validation data, but run.steps() was called without validate=; pass validate=.",
