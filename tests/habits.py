@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from numbers_job import cpu_run, network, numbers_job
+from numbers_job import cpu_run, lost_variables, network, numbers_job
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.optim.lr_scheduler import LRScheduler
@@ -156,6 +156,7 @@ def in_groups(
             run.hand_over()
         finally:
             run.free()
+    assert lost_variables(job.run_url) == []
     return found
 
 

@@ -23,6 +23,8 @@ from undula.plan.plan import PlanSpec
 from undula.plan.schedule import ScheduleSpec
 from undula.recovery.leavers import Leavers
 from undula.recovery.worker_state import LeaveGroup, Request, WorkerState
+from undula.state.events import WarningEvent
+from undula.state.ledger import events_of, read_ledger
 from undula.state.spec import CheckpointSpec
 from undula.storage import Store
 from undula.train.job import Job
@@ -113,6 +115,12 @@ def trained(run: Run, module: nn.Module | None = None) -> Iterator[Step]:
         run_batches(step, model)
         step.update()
         yield step
+
+
+def lost_variables(url: str) -> list[str]:
+    """Return the variables of a script that have begun anew with a group of a run, as its events name them."""
+    warnings = events_of(read_ledger(Store(url)).events, WarningEvent)
+    return [event.detail for event in warnings if event.code == "state_in_script"]
 
 
 def refusal(job: Job, act: Callable[[Run], object]) -> str:

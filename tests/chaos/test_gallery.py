@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from alone import train_alone
 from chaos_kit import assert_certified, run_through, steps_of
+from numbers_job import lost_variables
 
 from undula.testing.faults import parse_faults
 from undula.testing.nodes import Nodes
@@ -67,6 +68,7 @@ def test_faults_change_no_bit_of_the_script_as_it_is(
     url = f"{tmp_path}/runs/faults"
     chaos = run_through(parse_faults(FAULTS), spot, [*command, "name=faults"], url, STEPS_AFTER)
     assert len(chaos.injected) == 3
+    assert lost_variables(url) == []
     steps = steps_of(url)
     alone = train_alone([*command, "name=alone", "engine=torch"], until=steps)
     assert_certified(url, alone.url, steps)

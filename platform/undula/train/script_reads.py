@@ -3,6 +3,7 @@
 import dis
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import pairwise
 from types import CodeType
 
 REPLACING = frozenset({"clear", "copy_", "fill_", "manual_seed", "reset", "seed", "zero_"})
@@ -108,10 +109,12 @@ class Reads:
         if follows[1].opname == "BINARY_SUBSCR" and follows[0].argval == -1:
             return None  # what was appended before
         height = 0  # of the stack above the object
-        for each in follows:
+        for each, later in pairwise(follows):
             if each.opname in ("STORE_SUBSCR", "STORE_SLICE", "DELETE_SUBSCR"):
                 return "assigns" if height == (2 if each.opname == "STORE_SLICE" else 1) else "reads"
             height += dis.stack_effect(each.opcode, each.arg, jump=False)
+            if height == 0 and each.opname == "BINARY_SUBSCR" and later.opname in methods and later.argval in ADDING:
+                return None
             if height < 0 or each.opcode in JUMPS:
                 break
         return "reads"

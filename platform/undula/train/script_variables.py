@@ -30,8 +30,8 @@ from undula.train.script_reads import Reads
 
 Path: TypeAlias = tuple[object, ...]
 """Name of a variable, its attribute or "", and the keys that lead to a value in it."""
-Notes: TypeAlias = dict[Path, object]
-"""Small values by path, which are equal if the values there are."""
+Notes: TypeAlias = dict[Path, int | None]
+"""Small numbers by path, which are equal if the values there are; None for values that do not count."""
 OPAQUE = (
     nn.Module,
     torch.optim.Optimizer,
@@ -51,7 +51,7 @@ DEPTH = 4
 """Maximum number of containers and objects around a value."""
 MOST_NOTES = 2000
 """Maximum number of notes of a variable."""
-MOST_ELEMENTS = 2048
+MOST_ELEMENTS = 256
 """Maximum number of elements of a tensor that are noted."""
 LIMIT_S = 0.1
 """Maximum time in seconds for notes, after which there are no more in a group."""
@@ -73,7 +73,9 @@ class Record:
 
     def add(self, notes: Notes) -> None:
         """Add the notes of a boundary."""
-        self.changed.update((path, None) for path, note in notes.items() if self.newest.get(path, note) != note)
+        for path, note in notes.items():
+            if None not in (note, former := self.newest.get(path)) and note != former:
+                self.changed[path] = None
         self.newest = notes
 
     def begun_anew(self, begun: Notes) -> dict[tuple[str, str], None]:
@@ -139,7 +141,7 @@ class ScriptVariables:
             )
 
         found = (note for name, value in variables.items() for note in islice(_notes((name,), value), MOST_NOTES))
-        return {path: hash(repr(note)) for path, note in found if not is_time(note)}
+        return {path: None if note is None else hash(repr(note)) for path, note in found if not is_time(note)}
 
     def _is_read(self, frame: FrameType, variables: Mapping[str, object], name: str, attribute: str) -> bool:
         """Return whether a later step or a function of the script may read a variable before it is assigned."""
@@ -164,14 +166,15 @@ class ScriptVariables:
 def _frame_of_script() -> FrameType | None:
     """Return the frame of the script that goes through the steps; None if it is an adapter's, or no function's."""
     frame: FrameType | None = sys._getframe()
-    while frame and _module(frame).startswith(("undula.train.", "undula.testing.")):
-        frame = frame.f_back
-    is_script = frame and not _module(frame).startswith("undula.") and frame.f_code.co_flags & CO_NEWLOCALS
-    return frame if is_script else None
+    while frame and (_is_of_loop(frame.f_globals.get("__name__", "")) or _is_of_library(frame.f_code.co_filename)):
+        frame = frame.f_back  # also from a progress bar around the steps
+    if frame is None or str(frame.f_globals.get("__name__", "")).startswith("undula."):
+        return None
+    return frame if frame.f_code.co_flags & CO_NEWLOCALS else None
 
 
-def _module(frame: FrameType) -> str:
-    return str(frame.f_globals.get("__name__", ""))
+def _is_of_loop(module: str) -> bool:
+    return module.startswith(("undula.train.", "undula.testing."))
 
 
 def _variables(frame: FrameType) -> dict[str, object]:
@@ -201,13 +204,15 @@ def _notes(path: Path, value: Any, depth: int = 0, of_library: bool = False) -> 
         note = value.bit_generator.state
     elif isinstance(value, torch.Generator):
         note = None if value is torch.default_generator else _sample(value.get_state())
-    elif value is None or isinstance(value, bool | int | float | complex | str | bytes | np.generic):
+    elif value is None or isinstance(value, bool | np.bool_):
+        pass  # a flag, or a place for what is made when it is first used
+    elif isinstance(value, int | float | complex | str | bytes | np.generic):
         note = value
     elif isinstance(fields := getattr(value, "__dict__", None), dict) and not type(value).__module__.startswith(
         "undula."
     ):
         note, inside, parts = type(value).__name__, path, fields.items()
-        of_library = of_library or any(map(_is_of_library, type(value).__mro__))
+        of_library = of_library or any(map(_is_class_of_library, type(value).__mro__))
     else:
         return
     yield path, None if of_library else note
@@ -227,12 +232,13 @@ def _sample(value: Tensor | np.ndarray[Any, Any]) -> object:
     return value.shape, some.tobytes()
 
 
-def _is_of_library(kind: type) -> bool:
-    """Return whether a class is none of the script."""
-    if kind.__module__ in ("abc", "builtins", "typing"):
-        return False
-    file = getattr(sys.modules.get(kind.__module__), "__file__", None) or ""
+def _is_of_library(file: str) -> bool:
     return file.startswith(LIBRARIES[0]) or LIBRARIES[1] in file
+
+
+def _is_class_of_library(kind: type) -> bool:
+    file = getattr(sys.modules.get(kind.__module__), "__file__", None) or ""
+    return kind.__module__ not in ("abc", "typing") and _is_of_library(file)
 
 
 def _code(function: object) -> CodeType | None:

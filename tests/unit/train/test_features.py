@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from features import FEATURES, Group, Origin, numbers_of, origins_of, train_in_groups
 from horovod_ranks import on_horovod_ranks
+from numbers_job import lost_variables
 from ranks import on_ranks
 
 Numbers = dict[str, list[Any]]
@@ -68,6 +69,7 @@ def outcome(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Scenario], di
             ranks = on_ranks(world_size, train_in_groups, jobs, groups, scenario.default_device, scenario.reads_ahead)
         for name, job in jobs.items():
             assert origins_of(job) == scenario.origins, name
+            assert lost_variables(job.run_url) == [], name
         return {name: [numbers_of(job) | rank[name] for rank in ranks] for name, job in jobs.items()}
 
     return of

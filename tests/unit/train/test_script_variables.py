@@ -7,18 +7,20 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from numbers_job import CPU, begin, cpu_run, network, numbers_job
+from numbers_job import CPU, begin, cpu_run, lost_variables, network, numbers_job
 from torch import Tensor, nn
+from tqdm import tqdm
 
 from undula.data.spec import ValidationSpec
 from undula.recovery.worker_state import GroupEndedError, LeaveGroup, Request, WorkerState
-from undula.state.events import ValidationEvent, WarningEvent
+from undula.state.events import ValidationEvent
 from undula.state.ledger import events_of, read_ledger
 from undula.state.spec import CheckpointSpec
 from undula.storage import Store
@@ -96,6 +98,14 @@ def average_in_an_object(run: Run, ends: Ends) -> None:
         averages.update(model)
 
 
+def average_with_a_bar(run: Run, ends: Ends) -> None:
+    model = begin(run, network())
+    averages = copies(model)
+    for step in tqdm(run.steps(lambda batch: with_weights(model, averages, batch)), file=StringIO()):
+        batches(step, model, ends)
+        move(averages, model)
+
+
 def average_by_partial(run: Run, ends: Ends) -> None:
     model = begin(run, network())
     averages = copies(model)
@@ -169,7 +179,8 @@ def generator_of_numpy(run: Run, ends: Ends) -> None:
 
 FOUND = [
     *((average_in_a_list, "averages"), (average_in_a_dict, "shadow"), (average_in_an_object, "averages.shadow")),
-    *((average_by_partial, "averages"), (size_of_a_step, "size"), (running_mean, "mean"), (window_of_losses, "losses")),
+    *((average_with_a_bar, "averages"), (average_by_partial, "averages")),
+    *((size_of_a_step, "size"), (running_mean, "mean"), (window_of_losses, "losses")),
     *((list_of_losses, "losses"), (best_so_far, "best"), (counter, "count"), (own_generator, "chance")),
     (generator_of_numpy, "chance"),
 ]
@@ -231,6 +242,22 @@ def cache(run: Run, ends: Ends) -> None:
         assert len(seen) <= step.index + 1
 
 
+def made_later(run: Run, ends: Ends) -> None:
+    model, mask, has_warned = begin(run, network()), None, False
+    for step in run.steps():
+        if step.index == 2:
+            mask = torch.ones(3)
+            if not has_warned:
+                has_warned = True
+        batches(step, model, ends, factor=1.0 if mask is None else float(mask.mean()))
+
+
+def with_a_bar(run: Run, ends: Ends) -> None:
+    model = begin(run, network())
+    for step in tqdm(run.steps(), file=StringIO()):
+        batches(step, model, ends)
+
+
 def own_to_a_step(run: Run, ends: Ends) -> None:
     model, numbers, losses, table, total = begin(run, network()), {"loss": 0.0}, list[float](), torch.zeros(3), 0.0
     first, count = torch.zeros(()), 0
@@ -251,10 +278,12 @@ def own_to_a_step(run: Run, ends: Ends) -> None:
 
 def only_written(run: Run, ends: Ends) -> None:
     model, losses, by_step, numbers = begin(run, network()), list[float](), dict[int, float](), np.zeros(100)
+    by_name: dict[str, list[float]] = {"loss": []}
     for step in run.steps():
         losses.append(batches(step, model, ends))
         by_step[step.index] = losses[-1] if step.index > 100 else 0.0
         numbers[step.index] = 1.0
+        by_name["loss"].append(losses[-1])
 
 
 class Progress:
@@ -300,8 +329,8 @@ def set_by_a_function(run: Run, ends: Ends) -> None:
 
 
 RIGHT = [
-    *(kept_average, kept_counter, counter_by_restore, times, cache, own_to_a_step, only_written, progress),
-    *(left_from_the_last_step, set_by_a_function),
+    *(kept_average, kept_counter, counter_by_restore, times, cache, made_later, own_to_a_step),
+    *(only_written, progress, with_a_bar, left_from_the_last_step, set_by_a_function),
 ]
 ENDS = ["leaves", "is lost"]
 
@@ -333,25 +362,20 @@ def in_groups(job: Job, train: Callable[[Run, Ends], None], end: str, lasts: tup
             run.free()
 
 
-def told(job: Job) -> list[str]:
-    warnings = events_of(read_ledger(Store(job.run_url)).events, WarningEvent)
-    return [event.detail for event in warnings if event.code == "state_in_script"]
-
-
 @pytest.mark.parametrize("end", ENDS)
 @pytest.mark.parametrize(("train", "name"), FOUND)
 def test_a_variable_that_is_lost_is_named_once(
     train: Callable[[Run, Ends], None], name: str, end: str, job: Job
 ) -> None:
     in_groups(job, train, end, (5, 9, 12))
-    assert told(job) == [name]
+    assert lost_variables(job.run_url) == [name]
 
 
 @pytest.mark.parametrize("end", ENDS)
 @pytest.mark.parametrize("train", RIGHT)
 def test_no_other_variable_is_named(train: Callable[[Run, Ends], None], end: str, job: Job) -> None:
     in_groups(job, train, end, (5, 9, 12))
-    assert told(job) == []
+    assert lost_variables(job.run_url) == []
 
 
 @pytest.mark.parametrize("train", [average_in_a_list, size_of_a_step])
