@@ -35,10 +35,13 @@ def train(run):
     run.dataset(data, validation=data)
     model = run.model(Model(fails == "export"))
     optimizer = run.optimizer(torch.optim.AdamW(model.parameters(), lr=run.base_lr))
+    average = [weight.detach().clone() for weight in model.parameters()]
 
     def validate(batch):
         if fails == "validate":
             raise ValueError("no labels")
+        if fails == "average":
+            return torch.nn.functional.linear(batch[0], *average).square().mean()
         return model(batch[0]).square().mean()
 
     for step in run.steps(validate=validate):
@@ -52,6 +55,9 @@ def train(run):
                 raise RuntimeError("only one of us can be right")
             step.backward(model(batch[0]).square().mean())
         step.update()
+        for mean, weight in zip(average, model.parameters()):
+            mean.lerp_(weight.detach(), 0.1)
+        run.log({"seconds": time.time()})
 
 if __name__ == "__main__":
     undula.main(train)
@@ -112,6 +118,7 @@ def test_every_part_is_tried_and_the_run_itself_stays_as_it_was(tiny: Tiny) -> N
     expected = ["check", "start", "validate", "read", "step", "checkpoint", "restore", "export", "2 workers"]
     assert parts(done.out) == expected
     assert "for 24 steps, with 8 checkpoints and 7 validations" in done.out
+    assert "logged in step 3 with other numbers: 'seconds'; unless they are times, keep" in done.out
     assert re.search(r"memory +0\.\d\d GiB on the host, at the worker's peak", done.out)
     both, alone = re.findall(r"step 3 again, loss (\S+); on one worker (\S+)", done.out)[0]
     assert both == alone
@@ -139,8 +146,14 @@ def test_a_change_of_workers_that_cannot_be_tried_is_named(tiny: Tiny, override:
 @pytest.mark.parametrize(
     ("fails", "status", "sentence"),
     [
-        ("validate", 1, r"validate: ValueError: no labels at tiny\.py:26; correct the validation of the script"),
+        ("validate", 1, r"validate: ValueError: no labels at tiny\.py:27; correct the validation of the script"),
         ("memory", 1, r"step: .*perhaps by the system because memory ran out; lower plan\.micro_batch, .* more memory"),
+        (
+            "average",
+            1,
+            r"restore: the loss of the validation is \S+ after 3 steps of a run that a new worker has resumed, and \S+ in the first run; "
+            r"keep what the script has of its own, and reads later, with run\.state\(\) or in buffers of the model$",
+        ),
         ("export", 2, r"export: 'phase' is complex, which Hugging Face's format cannot hold; use undula\.load_weights"),
         pytest.param(
             "2 workers",
