@@ -300,8 +300,8 @@ def on_tokens(run: Run, ends: Ends = lambda index: None) -> None:
         seen.append(tokens)
 
 
-def with_own_average(run: Run, ends: Ends) -> None:
-    """Train with an average of the weights in the state of the script, which only the validation uses."""
+def with_own_average(run: Run, ends: Ends, is_kept: bool = True) -> None:
+    """Train with an average of the weights, which only the validation uses, in the state of the script if it `is_kept`."""
     with CPU:
         module = network()
     model = run.model(module)
@@ -312,7 +312,8 @@ def with_own_average(run: Run, ends: Ends) -> None:
         return [float(number) for each in whole for number in each.detach().flatten().tolist()]
 
     average = weights()
-    run.state("average", lambda: average, lambda value, is_unfinished: average.__setitem__(slice(None), value))
+    if is_kept:
+        run.state("average", lambda: average, lambda value, is_unfinished: average.__setitem__(slice(None), value))
 
     def validate(batch: Any) -> dict[str, Any]:
         return {"loss": square(model, batch), "average": math.fsum(average)}

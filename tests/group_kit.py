@@ -14,7 +14,7 @@ import psutil
 import pytest
 import torch
 import torch.distributed as dist
-from feature_scripts import Loop, adamw, of_name, square
+from feature_scripts import Loop, adamw, of_name, square, with_own_average
 from features import FEATURES, SCALE_INTERVAL, Feature
 from numbers_job import cpu_run, network
 from ranks import forks
@@ -80,6 +80,7 @@ SCRIPTS = {
     "fp16 and lamb": replace(FP16, train=replace(FP16.train, optimize=of_name("lamb")), like=None),  # type: ignore[type-var]
     "decayed": Feature(decayed, {"sharding": ShardingSpec(3)}),
     "decayed in after_step": Feature(partial(decayed, in_after_step=True), {"sharding": ShardingSpec(3)}),
+    "an average that is lost": Feature(partial(with_own_average, is_kept=False)),
     "wide": Feature(Loop(wide, adamw), {"sharding": ShardingSpec(3)}),
 }
 """Rows that workers can train, by name."""

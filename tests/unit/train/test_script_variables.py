@@ -14,11 +14,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from features import numbers_of
+from group_kit import SCRIPTS, Fault, Workers
 from numbers_job import CPU, begin, cpu_run, lost_variables, network, numbers_job
 from torch import Tensor, nn
 from tqdm import tqdm
 
 from undula.data.spec import ValidationSpec
+from undula.parallel.spec import ShardingSpec
 from undula.recovery.worker_state import GroupEndedError, LeaveGroup, Request, WorkerState
 from undula.state.events import ValidationEvent
 from undula.state.ledger import events_of, read_ledger
@@ -391,3 +394,20 @@ def test_the_validation_that_reads_a_lost_variable_differs(
     validations = [[event.loss for event in events_of(each.events, ValidationEvent)] for each in (one, other)]
     assert len(validations[0]) == len(validations[1])
     assert validations[0] != validations[1]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_killed_worker_shows_what_its_group_has_kept_itself(rank: int, tmp_path: Path) -> None:
+    """The other worker has seen how the average moved, whichever rank it gets."""
+    kept, lost = "an average in the state of the script", "an average that is lost"
+    jobs = {name: replace(SCRIPTS[name].job(tmp_path / name), sharding=ShardingSpec(3)) for name in (kept, lost)}
+    with Workers(tmp_path) as workers:
+        for name, job in jobs.items():
+            members = [workers.start() for _ in range(2)]
+            ends = workers.train(members, name, job, fault=Fault("before the reduction", rank=rank, step=5))
+            assert [end and end.how for end in ends] == [None if each == rank else "broken" for each in range(2)]
+            workers.train([members[1 - rank], workers.start()], name, job)
+    numbers = {name: numbers_of(job) for name, job in jobs.items()}
+    assert numbers[lost]["loss"] == numbers[kept]["loss"]
+    assert numbers[lost]["validation.average"] != numbers[kept]["validation.average"]
+    assert {name: lost_variables(job.run_url) for name, job in jobs.items()} == {kept: [], lost: ["average"]}
