@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from undula.errors import UsageError
-from undula.parallel.collectives import ScriptCollectives
+from undula.parallel.collectives import ScriptCollectives, begun_collectives
 from undula.parallel.engines.engine import Engine
 from undula.parallel.sharding import has_own_step
 from undula.recovery.baseline import Baseline

@@ -17,7 +17,7 @@ from ray.train.v2._internal.execution.worker_group import WorkerGroupPollStatus,
 from ray.train.v2.api.config import ScalingConfig
 from ray.train.v2.api.preemption import PreemptionInfo
 
-from undula.elastic.pure.deadlock import DEADLOCK_S, CollectiveWait, deadlock
+from undula.elastic.pure.deadlock import CollectiveWait
 from undula.elastic.pure.policy import (
     LEAVE_S,
     Decision,
@@ -39,9 +39,9 @@ from undula.elastic.ray.actor import ElasticStatus
 from undula.elastic.ray.autoscaler import AutoscalerRequest
 from undula.elastic.ray.events import EventSink
 from undula.elastic.ray.group import PooledState, actor_id
+from undula.elastic.ray.group_view import GroupView, Wait
 from undula.elastic.ray.pool import WorkerPool
 from undula.elastic.ray.waiting_runs import WorkerSharing
-from undula.recovery.progress import ProgressView
 from undula.recovery.worker_state import Request
 from undula.state.events import (
     CrashEvent,
@@ -69,42 +69,6 @@ STATE_START_S = 60.0
 """Maximum seconds to wait for a worker that is starting on such a node. If the node itself is lost, Ray notices this earlier."""
 FIRST_START_PATIENCE_S = 30.0
 """Maximum seconds for which a job that has its minimum of workers waits at its start for more workers that are starting."""
-
-
-@dataclass
-class GroupView:
-    """Controller's view of the group that trains."""
-
-    last: dict[int, ProgressView] = field(default_factory=dict)
-    """Newest progress of each rank."""
-    leaving: Decision | None = None
-    """Decision because of which the group was asked to end; None if it was not asked to end."""
-    waits: tuple[CollectiveWait | None, ...] = ()
-    """Collectives in which the ranks wait."""
-    waits_since: float = 0.0
-    """Time on the monotonic clock since which the ranks have waited in them."""
-    broken_at: float | None = None
-    """Time on the monotonic clock at which the collectives were aborted to break a deadlock of all ranks; None without a deadlock."""
-    stays_since: float | None = None
-    """Time on the monotonic clock since which the group has had fewer workers than it may have, for a reason that lasts."""
-
-    def is_stepping(self, world_size: int) -> bool:
-        """Return whether all ranks are in their training loop."""
-        return len(self.last) == world_size and all(rank.step >= 0 for rank in self.last.values())
-
-
-@dataclass
-class Wait:
-    """State of a wait for workers; times are on the monotonic clock."""
-
-    since: float | None = None
-    """Start of the wait; None if the run does not wait."""
-    lost_since: float | None = None
-    """Time since which no ready worker has held the state; None if one holds it."""
-    reported_at: float = float("-inf")
-    """Time of the last event about the wait."""
-    reported_ready: int = 0
-    """Number of ready workers in this event."""
 
 
 @dataclass
@@ -302,11 +266,8 @@ class PoolPolicy(ScalingPolicy):
 
     def _end_deadlock(self, state: WorkerGroupState, waits: Sequence[CollectiveWait | None]) -> None:
         """End the run if its ranks wait for each other in different collectives of the script, as those of the next group would."""
-        group, now = self._group, time.monotonic()
-        if (found := tuple(waits)) != group.waits:
-            group.waits, group.waits_since = found, now
-        if now - group.waits_since > DEADLOCK_S and group.broken_at is None and (problem := deadlock(found)):
-            group.broken_at = now
+        if self._group.broken_at is None and (problem := self._group.deadlock(waits, time.monotonic())):
+            self._group.broken_at = time.monotonic()
             assert isinstance(state, PooledState)
             for worker in state.workers:
                 worker.actor.break_collectives.remote(problem)

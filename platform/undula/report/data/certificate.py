@@ -19,7 +19,7 @@ from undula.plan.plan import Plan, PlanSpec
 from undula.plan.precision import FP32, PrecisionSpec
 from undula.plan.rules import RULES
 from undula.report.data.run_record import RecordedRun, leaves
-from undula.report.data.same_bits import is_exact, reason_for_other_bits, settings_changes
+from undula.report.data.same_bits import is_elastic, is_exact, reason_for_other_bits, settings_changes
 from undula.report.data.summary import column, stage_of
 from undula.report.text import counted
 from undula.state.events import EndEvent, ValidationEvent
@@ -92,7 +92,7 @@ def certify(run: RecordedRun, data: Data, against: RecordedRun | None = None, to
             _check_against(run, against, tolerance, certificate)
     except _DifferenceError as difference:
         certificate.difference = str(difference)
-    if _is_elastic(run) and against is None:
+    if is_elastic(run) and against is None:
         merged = run.ledger.steps["merged_steps"].to_numpy()
         certificate.not_proved.append(
             f"that the losses are those of a fixed cluster: with batch: elastic, {int((merged > 1).sum())} of "
@@ -134,10 +134,6 @@ def _other_setting(run: RecordedRun, other: RecordedRun) -> str:
         if key.startswith(("plan.", "data.", "precision.")) and mine.get(key) != theirs.get(key):
             return f" ({key} is {theirs.get(key)} there, and {mine.get(key)} here)"
     return ""
-
-
-def _is_elastic(run: RecordedRun) -> bool:
-    return bool(run.job.spec.get("plan", {}).get("batch") == "elastic")
 
 
 def _close_keys(run: RecordedRun) -> tuple[str, ...]:
@@ -244,7 +240,7 @@ def _check_replayed(run: RecordedRun, tolerance: float, certificate: Certificate
     rows, others = _alike(run.ledger.replaced, run.ledger.steps)
     if not len(rows):
         return
-    if _is_elastic(run):
+    if is_elastic(run):
         certificate.not_proved.append(
             f"that {counted(len(rows), 'replayed step')} had the same result both times: with batch: elastic, earlier steps may have "
             "merged other global batches"
@@ -275,7 +271,7 @@ def _check_against(run: RecordedRun, other: RecordedRun, tolerance: float, certi
         certificate.not_proved.append(f"that the steps are as in {other.job.name}: that run has no committed step")
         return
     steps = run.ledger.steps
-    if _is_elastic(run):
+    if is_elastic(run):
         pairs = zip(_keys(steps), _keys(other.ledger.steps), strict=False)
         same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
         if same < min(len(steps), len(other.ledger.steps)):

@@ -13,6 +13,11 @@ def is_exact(run: RecordedRun) -> bool:
     return _is_deterministic(run) or (bool(starts) and all(start.same_bits for start in starts) and not is_mixed)
 
 
+def is_elastic(run: RecordedRun) -> bool:
+    """Return whether the batch of a run follows the number of its workers."""
+    return bool(run.job.spec.get("plan", {}).get("batch") == "elastic")
+
+
 def settings_changes(run: RecordedRun) -> list[str]:
     """Return descriptions of the settings that were changed while the run was interrupted, and with which it has gone on."""
     taken = [event for event in run.events if isinstance(event, WarningEvent) and event.code == "settings_taken"]
