@@ -12,6 +12,7 @@ from ray.train.v2.api.config import FailureConfig
 
 from undula.elastic.ray.failures import (
     LONGEST_PAUSE_S,
+    LOSSES_WITHOUT_NEWS,
     STORAGE_FAILURES,
     RetryUnlessBug,
     lacks_cause,
@@ -105,6 +106,20 @@ def test_lost_workers_count_until_a_step_is_committed() -> None:
         policy.has_stepped = has_stepped
         decisions.append(policy.make_decision(failed(RayActorError())))
     assert decisions == [*[FailureDecision.RETRY] * 2, *[FailureDecision.RAISE] * 2]
+
+
+def test_losses_at_the_same_step_again_and_again_end_the_run() -> None:
+    """Each group commits the steps before it once more."""
+    policy = RetryUnlessBug(FailureConfig(max_failures=3))
+    decisions = []
+    for furthest in (4, 7):
+        for _ in range(LOSSES_WITHOUT_NEWS):
+            for step in range(furthest - 3, furthest + 1):
+                policy.observe(step)
+            decisions.append(policy.make_decision(failed(RayActorError())))
+    assert decisions == [FailureDecision.RETRY] * 2 * LOSSES_WITHOUT_NEWS
+    policy.observe(7)
+    assert policy.make_decision(failed(RayActorError())) == FailureDecision.RAISE
 
 
 def test_a_storage_that_fails_between_steps_gets_time_to_recover() -> None:

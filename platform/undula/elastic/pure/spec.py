@@ -49,7 +49,8 @@ class WorkersSpec:
     GPU is not counted."""
     max_failures: Annotated[int, Ge(-1)] = 3
     """Number of failures that the job survives; -1 for any number. Exceptions of the script count over the whole run; lost workers count
-    only until the next committed step. An exception that every attempt would raise, such as a KeyError, ends the job at once."""
+    only until the next committed step, or ten times as long as the run comes no further than before. An exception that every attempt would
+    raise, such as a KeyError, ends the job at once."""
 
     def __post_init__(self) -> None:
         if self.min > self.max:

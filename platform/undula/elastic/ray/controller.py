@@ -125,7 +125,9 @@ class ElasticController(TrainController):
             await asyncio.sleep(FAST_POLL_S)
             status = self._worker_group.poll_status(timeout=POLL_TIMEOUT_S)
         ranks = [rank_status.progress for rank_status in elastic_statuses(status) if rank_status.progress]
-        self._retries.has_stepped |= any(rank.longest_step_s > 0 for rank in ranks)
+        for rank in ranks:
+            if rank.longest_step_s > 0:
+                self._retries.observe(rank.step)
         return status
 
     async def _step(self) -> Any:

@@ -37,6 +37,10 @@ LOSSES = (
 """Patterns of Ray's messages about a lost worker, each with the description that replaces the message."""
 
 
+LOSSES_WITHOUT_NEWS = 10
+"""Number of losses of workers in a row, between which the run comes no further than it was before, that a run survives."""
+
+
 class NotEnoughWorkersError(WorkerGroupStartupFailedError):
     """Error that fewer workers are left than the group needs. It does not count as a failure, and the run waits for more workers."""
 
@@ -45,7 +49,8 @@ class RetryUnlessBug(DefaultFailurePolicy):
     """Failure policy that retries up to max_failures times, but not after an error that every attempt would repeat.
 
     Exceptions of the user's code count over the whole run; before the first step, one of them is retried at most. Lost workers count only
-    until the next committed step, because a cluster of spot nodes loses many workers. Storage failures have a separate limit once the run
+    until the next committed step, because a cluster of spot nodes loses many workers, unless the run comes no further than before for
+    LOSSES_WITHOUT_NEWS times in a row, as if the script ends its process at a certain step. Storage failures have a separate limit once the run
     has committed a step: a group that trains survives an outage of the storage, so a group that starts during an outage should survive it
     too.
     """
@@ -54,6 +59,9 @@ class RetryUnlessBug(DefaultFailurePolicy):
         super().__init__(failure_config)
         self.has_stepped = False
         """Whether the controller has seen a committed step since the last failure."""
+        self._furthest = -1
+        """Largest number of committed steps that the controller has seen."""
+        self._losses_without_news = 0
         self.waits_for_storage = False
         """Whether the last failure was one of the storage, after which the run tries again for longer than after others."""
         self._has_ever_stepped = False
@@ -81,8 +89,15 @@ class RetryUnlessBug(DefaultFailurePolicy):
             is_over = self._exceptions > (limit if self._has_ever_stepped else min(limit, 1))
         else:
             self._losses = 1 if has_stepped else self._losses + 1
-            is_over = self._losses > limit
+            self._losses_without_news += 1
+            is_over = self._losses > limit or self._losses_without_news > max(LOSSES_WITHOUT_NEWS, limit)
         return FailureDecision.RAISE if limit >= 0 and is_over else FailureDecision.RETRY
+
+    def observe(self, step: int) -> None:
+        """Record that the group has committed a step, after which the run has `step` of them."""
+        self.has_stepped = True
+        if step > self._furthest:
+            self._furthest, self._losses_without_news = step, 0
 
     def take_pause_s(self) -> float:
         """Return the seconds to wait before the next group starts. A second call returns 0."""
