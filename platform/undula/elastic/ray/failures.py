@@ -50,9 +50,9 @@ class RetryUnlessBug(DefaultFailurePolicy):
 
     Exceptions of the user's code count over the whole run; before the first step, one of them is retried at most. Lost workers count only
     until the next committed step, because a cluster of spot nodes loses many workers, unless the run comes no further than before for
-    LOSSES_WITHOUT_NEWS times in a row, as if the script ends its process at a certain step. Storage failures have a separate limit once the run
-    has committed a step: a group that trains survives an outage of the storage, so a group that starts during an outage should survive it
-    too.
+    LOSSES_WITHOUT_NEWS times in a row, as if the script ends its process at a certain step. Storage failures have a separate limit once the
+    run has committed a step: a group that trains survives an outage of the storage, so a group that starts during an outage should survive
+    it too.
     """
 
     def __init__(self, failure_config: FailureConfig):
