@@ -57,7 +57,7 @@ class Script:
             per_device_train_batch_size=self.more.get("batch", 8),
             max_steps=self.more.get("steps", 4),
             learning_rate=1e-2,
-            logging_steps=1,
+            logging_steps=self.more.get("logging_steps", 1),
             save_strategy="no",
             optim="adamw_torch",
             report_to="none",

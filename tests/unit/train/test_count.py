@@ -46,6 +46,7 @@ BRIEF = [
 ]
 GROWING = (
     *("SGD with momentum from step 2 on", "a group added during training", "a branch that some steps use"),
+    "experts, heads and a layer that is skipped",
     *("a layer that is frozen and unfrozen", "a layer that is unfrozen once"),
 )
 """Cases in which the state of the optimizer grows after the first step."""

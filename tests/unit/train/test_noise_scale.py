@@ -172,7 +172,7 @@ def test_a_run_without_measurements_saves_no_additional_state(tmp_path: Path) ->
     for run in steps_of(job):
         held = loop_of(run).saver._live.held()
         names = [name for name in (*held.pieces, *held.values) if not name.startswith(("model.", "optimizer."))]
-        assert names == ["arithmetic"]
+        assert names == ["given", "arithmetic"]
     assert {noise for _, noise in recorded_rates(job)} == {None}
 
 

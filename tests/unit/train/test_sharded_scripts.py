@@ -137,7 +137,7 @@ REFUSED: dict[str, tuple[Script, str]] = {
         "has a hook of register_hook(), which torch does not call",
     ),
     "a norm by hand": (
-        Script(reduced=lambda model, step: [parameter.grad.norm().item() for parameter in model.parameters()]),  # type: ignore[union-attr]
+        Script(reduced=lambda model, step: [parameter.grad.abs().sum().item() for parameter in model.parameters()]),  # type: ignore[union-attr]
         "read a number of a sharded tensor with item() or float()",
     ),
     "weights drawn after run.model()": (
@@ -162,7 +162,7 @@ REFUSED: dict[str, tuple[Script, str]] = {
     ),
     "whole weights in the loss": (
         Script(penalty=lambda model: model.blocks[0][0].weight.full_tensor().square().sum()),
-        "the loss of a batch is computed from shards of parameters",
+        "forward pass or full_tensor(), but the number of workers decides",
     ),
     "a change of a gathered weight": (
         Script(in_batch=change_gathered),

@@ -142,6 +142,8 @@ class ShardedAccumulator(Accumulator):
             self._is_gathered = self._stays
 
     def before_forward(self) -> None:
+        for unit in self._units:
+            unit.sum.forward_passes = 0
         is_sending = self._layout.interleaves and self._passes[0][1]
         if self._layout.num_cells > 1 and (is_sending or not self._is_gathered):
             self.order.begin("forward", self._is_gathered)
@@ -281,9 +283,10 @@ class ShardedAccumulator(Accumulator):
         # Torch calls no hooks for other methods that are registered as forward passes (`register_fsdp_forward_method`).
         has_others = any(isinstance(each, MethodType) and name != "forward" for name, each in vars(unit.module).items())
         unit.is_watched = True
-        if has_others:
+        is_recomputed = not torch.is_grad_enabled()  # in the backward pass, unless it is a forward pass without one
+        if has_others or (is_recomputed and not self._present_pass.is_open):
             unit.sum.forward_passes = None
-        elif torch.is_grad_enabled() and not self._present_pass.is_open and unit.sum.forward_passes is not None:
+        elif not self._present_pass.is_open and unit.sum.forward_passes is not None:
             unit.sum.forward_passes += 1
         for layer, name, parameter in unit.places:
             whole = layer._parameters[name]
