@@ -4,7 +4,7 @@ import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -59,8 +59,9 @@ class ShardedEngine(Engine):
         self._compute = dtype_of(settings.compute)
         self._former: dict[str, weakref.ref[nn.Parameter]] = {}
         """Parameters that the shards have replaced, by name."""
-        self._is_in_batch = self._is_own_forward = False
-        """Whether a batch is open, whose forward passes end with its backward pass, and whether the present one is outside of a batch."""
+        self._is_in_batch = self._is_own_forward = self._has_run = False
+        """Whether a batch is open, whose forward passes end with its backward pass, and whether the present one is outside of a batch,
+        and whether the model has run."""
 
     def place(self, module: nn.Module) -> nn.Module:
         """Shard a module whose weights are those of rank 0, or accept a module that the script has sharded.
@@ -100,6 +101,7 @@ class ShardedEngine(Engine):
 
     def _before_own_forward(self, *_: object) -> None:
         """Begin a forward pass of the script outside of a batch."""
+        self._has_run = True
         self._is_own_forward = not self._is_in_batch
         if self._is_own_forward:
             self._sharded.begin_evaluation()
@@ -236,6 +238,10 @@ class ShardedEngine(Engine):
 
     def begin_step(self, work: Sequence[MicroBatch]) -> None:
         self.reshard()
+        if (
+            self._has_run
+        ):  # otherwise torch would gather units again because of forward passes that no backward pass has followed
+            FSDPModule.reset_iter_state(cast(FSDPModule, self.module))
         before = self.trainable
         super().begin_step(work)
         units = units_of(self.module, self._sharding.units) if self.trainable is not before else {}
