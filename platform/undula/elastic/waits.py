@@ -38,4 +38,4 @@ def _call(frames: list[FrameType]) -> str:
     names = [frame.f_code.co_name for frame in reversed(frames)]
     if isinstance(frames[-1].f_locals.get("self"), nn.Module):
         return "a forward pass"
-    return next(f"{name}()" for name in names if name != "wrapper" and not name.startswith("_"))
+    return next((f"{name}()" for name in names if name != "wrapper" and not name.startswith("_")), "a collective")

@@ -238,9 +238,8 @@ class ShardedEngine(Engine):
 
     def begin_step(self, work: Sequence[MicroBatch]) -> None:
         self.reshard()
-        if (
-            self._has_run
-        ):  # otherwise torch would gather units again because of forward passes that no backward pass has followed
+        if self._has_run:
+            # Torch remembers forward passes that no backward pass has followed, and would gather their units once more.
             FSDPModule.reset_iter_state(cast(FSDPModule, self.module))
         before = self.trainable
         super().begin_step(work)

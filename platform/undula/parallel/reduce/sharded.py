@@ -283,10 +283,11 @@ class ShardedAccumulator(Accumulator):
         # Torch calls no hooks for other methods that are registered as forward passes (`register_fsdp_forward_method`).
         has_others = any(isinstance(each, MethodType) and name != "forward" for name, each in vars(unit.module).items())
         unit.is_watched = True
-        is_recomputed = not torch.is_grad_enabled()  # in the backward pass, unless it is a forward pass without one
-        if has_others or (is_recomputed and not self._present_pass.is_open):
+        is_recomputation = self._present_pass.is_open
+        # A pass without gradients has a backward pass if the unit is recomputed there, and otherwise none.
+        if has_others or (not torch.is_grad_enabled() and not is_recomputation):
             unit.sum.forward_passes = None
-        elif not self._present_pass.is_open and unit.sum.forward_passes is not None:
+        elif not is_recomputation and unit.sum.forward_passes is not None:
             unit.sum.forward_passes += 1
         for layer, name, parameter in unit.places:
             whole = layer._parameters[name]
