@@ -53,9 +53,12 @@ SEVERAL_NODES = {"torchrun": "LOCAL_WORLD_SIZE", "mpirun": "OMPI_COMM_WORLD_LOCA
 
 
 @pytest.fixture(autouse=True)
-def no_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
+def no_cluster_and_no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An Accelerator that an earlier test of this process has made leaves variables of its launcher behind."""
     monkeypatch.setenv("RAY_API_SERVER_ADDRESS", "")
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    for name in {name for variables in LAUNCHED.values() for name in variables}:
+        monkeypatch.delenv(name, raising=False)
 
 
 def started(folder: Path, call: str, env: Mapping[str, str], *arguments: str) -> "subprocess.CompletedProcess[str]":
