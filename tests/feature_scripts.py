@@ -36,6 +36,12 @@ def square(model: nn.Module, batch: Any) -> Tensor:
     return (model(batch["x"][:, None] / ROWS) - 1).square().mean()  # type: ignore[no-any-return]
 
 
+def contrastive(model: nn.Module, batch: Any) -> Tensor:
+    """Return the mean loss of samples, each of which is told apart from the others of its batch."""
+    features = model(batch["x"][:, None] / ROWS)
+    return nn.functional.cross_entropy(features @ features.T, torch.arange(len(features), device=features.device))
+
+
 def sgd(model: nn.Module, momentum: float = 0.9) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=0.1, momentum=momentum)
 

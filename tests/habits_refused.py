@@ -272,6 +272,17 @@ class Shares(Habit):
         return Shared(model.parameters(), lr=0.1)
 
 
+@refused(
+    "features gathered from all ranks in a batch", "the script has begun a collective of torch.distributed in a batch"
+)
+class Gathers(Habit):
+    def loss(self, x: Tensor) -> Tensor:
+        features = self.model(x)
+        gathered = [torch.empty_like(features) for _ in range(dist.get_world_size())]
+        dist.all_gather(gathered, features.detach())
+        return -(features @ torch.cat(gathered).T).log_softmax(1).diagonal().mean()
+
+
 @refused("`DataParallel(model)`", "run.model() got a DataParallel module")
 class Divides(Habit):
     def make(self) -> nn.Module:

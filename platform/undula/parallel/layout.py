@@ -75,6 +75,10 @@ class Layout:
 def join_layout(rank: int, world_size: int, device: torch.device, local_rank: int = 0) -> Layout:
     """Make the process groups of a layout. All ranks must call this, after `torch.distributed.init_process_group`.
 
+    The default process group is left to the script. If a script begins a collective there on some ranks alone, they wait in it for ever,
+    which can be seen and named. In a group of the run it would meet a collective of the run on the other ranks: gloo mixes their data, or
+    aborts the process if they differ in size.
+
     The groups have the time limit of the default process group, whereas torch would give each the default of its backend.
 
     Args:
@@ -85,9 +89,9 @@ def join_layout(rank: int, world_size: int, device: torch.device, local_rank: in
     """
     world = dist.group.WORLD
     assert world is not None, "torch.distributed.init_process_group must be called first"
-    control = world if dist.get_backend(world) == "gloo" else dist.new_group(backend="gloo", timeout=timeout_of(world))
-    assert control is not None
-    return Layout(rank, world_size, local_rank, device, control, everyone=world, shards=world)
+    timeout = timeout_of(world)
+    control, shards = dist.new_group(backend="gloo", timeout=timeout), dist.new_group(timeout=timeout)
+    return Layout(rank, world_size, local_rank, device, control, everyone=shards, shards=shards)
 
 
 def timeout_of(group: dist.ProcessGroup) -> timedelta:

@@ -52,6 +52,9 @@ HABITS = {
     "a forward pass": "model(torch.ones(2, 1))",
     "gather_object()": "dist.gather_object(1, [None, None])",
     "gather()": "run.gather(1)",
+    "all_reduce()": "dist.all_reduce(torch.ones(1_000_000))",
+    "broadcast()": "dist.broadcast(torch.ones(1, dtype=torch.uint8), 0)",
+    "all_gather()": "dist.all_gather([torch.ones(3), torch.ones(3)], torch.ones(3))",
 }
 """What a script does on rank 0 alone, by the name of the call."""
 SCRIPT = """
