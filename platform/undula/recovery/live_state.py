@@ -12,10 +12,11 @@ from undula.state.model_state import (
     OPTIMIZER,
     aliases,
     empty_like_saved,
-    live_buffers,
     load_state,
     model_and_optimizer_state,
+    parameter_names,
 )
+from undula.state.optimizer_state import STATE
 from undula.state.pieces import Piece, RankState, Table, copy_overlap, piece_of, rank_state
 
 
@@ -59,10 +60,18 @@ class LiveState:
         """
         return rank_state({**model_and_optimizer_state(self.model, self.optimizer), **self._beside()})
 
-    def buffers(self, held: RankState) -> dict[str, Tensor]:
-        """Return copies of the model's buffers in a state by name, because the next forward pass changes the buffers."""
-        live = live_buffers(self.model)
-        return {name: value.detach().clone() for name, value in live.items() if name in held.pieces}
+    def copies(self, held: RankState) -> dict[str, Tensor]:
+        """Return copies of the tensors in a state that can change before the next update, by name.
+
+        These are all but the parameters and the entries that the optimizer has for them: a forward pass can change buffers and what
+        `get_extra_state()` returns, and the next learning rate can be written into a tensor of a group.
+        """
+        lasting = {MODEL + name for name in parameter_names(self.model).values()} | aliases(self.model)
+        return {
+            name: piece.tensor.detach().clone()
+            for name, piece in held.pieces.items()
+            if name not in lasting and not name.startswith(f"{STATE}.")
+        }
 
     def targets(self, saved: Table, values: Mapping[str, Any]) -> "Targets":
         """Return tensors of this rank into which a saved state can be restored.

@@ -97,7 +97,7 @@ class RankSnapshots:
         num_bytes = state_bytes(held, self._layout.control) if is_sent else 0
         if self._writes:
             send = self._replicas.sender(num_bytes) if self._replicas and self._sends and num_bytes else None
-            self._writer.begin(done, held, self._live.buffers(held), rows, send, waited_s, attempt)
+            self._writer.begin(done, held, self._live.copies(held), rows, send, waited_s, attempt)
             self._last_step = done
             self._has_begun = True
 

@@ -28,7 +28,7 @@ SETTLED = 8
 class SnapshotWriter:
     """Takes snapshots of the state of one rank, in a thread, while the next step computes its gradients.
 
-    Between two updates of the optimizer, only buffers change; the caller passes copies of them.
+    The caller passes copies of what can change between two updates of the optimizer, such as buffers.
 
     Args:
         folder: Folder of the run in the memory of this node.

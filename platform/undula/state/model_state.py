@@ -199,12 +199,6 @@ def beside_model_and_optimizer(state: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in state.items() if not name.startswith((MODEL, OPTIMIZER))}
 
 
-def live_buffers(model: nn.Module) -> dict[str, Tensor]:
-    """Return the model's buffers by their names in the state. A shared buffer appears under each of its names."""
-    name_of, buffers = names_in_state(model), bare_module(model).named_buffers(remove_duplicate=False)
-    return {f"{MODEL}{name_of(name)}": value for name, value in buffers}
-
-
 def is_extra(name: str) -> bool:
     """Return whether a name in the state is that of a module's `get_extra_state()` or of a tensor in it."""
     return EXTRA_STATE in name.split(".")

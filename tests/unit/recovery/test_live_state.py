@@ -58,6 +58,40 @@ def test_a_hook_that_copies_the_state_does_not_make_it_stale() -> None:
     assert torch.equal(live.held().pieces["model.weight"].tensor, model.weight)
 
 
+class Counted(nn.Module):
+    """Layer that counts its forward passes in a buffer, and in a tensor of its extra state."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.passes = nn.Linear(3, 1), torch.zeros(1)
+        self.register_buffer("count", torch.zeros(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.passes += 1
+        self.count += 1
+        return self.layer(x)  # type: ignore[no-any-return]
+
+    def get_extra_state(self) -> dict[str, Tensor]:
+        return {"passes": self.passes}
+
+
+def test_what_a_forward_pass_or_a_new_rate_changes_is_copied_and_nothing_else() -> None:
+    model, rate = Counted(), torch.tensor(0.1)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=rate)
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    live = LiveState(model, optimizer)
+    held = live.held()
+    copies = live.copies(held)
+    before = {name: copy.clone() for name, copy in copies.items()}
+    model(torch.ones(1, 3))
+    rate.fill_(0.2)
+    assert {name for name, copy in copies.items() if not torch.equal(copy, held.pieces[name].tensor)} == copies.keys()
+    assert all(torch.equal(copy, before[name]) for name, copy in copies.items())
+    weights = sum(parameter.numel() for parameter in model.parameters())
+    assert sum(held.pieces[name].tensor.numel() for name in held.pieces.keys() - copies.keys()) == 3 * weights + 2
+
+
 def test_the_state_has_the_entries_that_the_optimizer_has_now() -> None:
     model = nn.Linear(1000, 1, bias=False)
     optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)

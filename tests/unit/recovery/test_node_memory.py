@@ -75,7 +75,7 @@ class Group:
         size = pages * PAGE // ranks
         whole = (max(ranks, 2) * size,)  # with one rank, another node has the other half
         piece = Piece(torch.full((size,), attempt, dtype=torch.uint8), whole, (rank * size,), is_replicated=False)
-        live: Any = SimpleNamespace(held=lambda: RankState({"w": piece}, {}), buffers=lambda held: {}, is_whole=False)
+        live: Any = SimpleNamespace(held=lambda: RankState({"w": piece}, {}), copies=lambda held: {}, is_whole=False)
         writer = SnapshotWriter(self.folder, "plan", attempt, rank, 1)
         return RankSnapshots(live, writer, None, replace(layout, rank=rank, local_rank=rank), self.worker)
 
