@@ -14,7 +14,8 @@ import psutil
 import pytest
 import torch
 import torch.distributed as dist
-from feature_scripts import Loop, adamw, of_name, square, with_own_average
+from drawn_changes import drawn_change
+from feature_scripts import Loop, Train, adamw, of_name, square, with_own_average
 from features import FEATURES, SCALE_INTERVAL, Feature
 from numbers_job import cpu_run, network
 from ranks import forks
@@ -26,7 +27,7 @@ from undula.parallel.spec import ShardingSpec
 from undula.recovery.leavers import Common
 from undula.recovery.live_state import Targets
 from undula.recovery.moves import Part, packed_parts
-from undula.recovery.offers import Answer
+from undula.recovery.offers import Answer, Offer
 from undula.recovery.restore import Restorer
 from undula.recovery.worker_state import HeldState, LeaveGroup, Request, WorkerState
 from undula.state.boxes import elements, without
@@ -84,6 +85,12 @@ SCRIPTS = {
     "wide": Feature(Loop(wide, adamw), {"sharding": ShardingSpec(3)}),
 }
 """Rows that workers can train, by name."""
+
+
+def _script(name: str) -> Train:
+    """Return the train function of a row, or of a change that is drawn, such as `drawn 7`."""
+    kind, _, number = name.partition(" ")
+    return drawn_change(int(number)) if kind == "drawn" and number.isdigit() else SCRIPTS[name].train
 
 
 @dataclass(frozen=True)
@@ -212,7 +219,7 @@ def _train(order: Order, worker: WorkerState) -> Ended:
             _inject(order.fault, order.rank, patch)
         _count(patch, former, counted, leavers)
         try:
-            SCRIPTS[order.name].train(run, lambda index: _request(worker, index, order.leaves_after))
+            _script(order.name)(run, lambda index: _request(worker, index, order.leaves_after))
         except LeaveGroup:
             how = "left"
         except RuntimeError as error:
@@ -245,7 +252,7 @@ class FileLeavers:
 
     def answers(self, plan_digest: str) -> list[tuple[str, list[Answer]]]:
         states = [(file, self._held(number)) for number, file in enumerate(self._files)]
-        return [(file, [Answer(held.age, held.holding, held.origin)]) for file, held in states]
+        return [(file, list(Offer(held).answers())) for file, held in states]
 
     def common(self, number: int) -> Common:
         held = self._held(number)
@@ -269,7 +276,9 @@ def _count(patch: pytest.MonkeyPatch, held: HeldState | None, counted: list[int]
             own = held.state.pieces.get(name) if held else None
             missing = without(target.box, [own.box] if own else [])
             lacked += target.tensor.itemsize * sum(map(elements, missing))
-        gather(restorer, targets, *more)
+        with pytest.MonkeyPatch.context() as here:  # P2POp wants torch's own function
+            here.setattr(dist, "irecv", receiving)
+            gather(restorer, targets, *more)
         counted.extend([lacked, sum(received) + leavers.sent])
 
     def receiving(tensor: Tensor, *arguments: Any, **more: Any) -> Any:
@@ -277,7 +286,6 @@ def _count(patch: pytest.MonkeyPatch, held: HeldState | None, counted: list[int]
         return receive(tensor, *arguments, **more)
 
     patch.setattr(Restorer, "_gather", counting)
-    patch.setattr(dist, "irecv", receiving)
 
 
 def _request(worker: WorkerState, index: int, leaves_after: int | None) -> None:

@@ -200,7 +200,7 @@ class Reparametrizes(Habit):
 
 @refused(
     "a second copy of the weights, moved in the forward pass",
-    "a parameter changed between the first batch of a step and",
+    "a parameter or the state of the optimizer changed between the first batch of a step and",
 )
 class MovesInForward(Habit):
     def make(self) -> nn.Module:

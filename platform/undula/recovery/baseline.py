@@ -4,75 +4,77 @@ A group can end while the script works between two steps, for example while it v
 is in the model then must not be handed over as the state of the step.
 """
 
+from collections.abc import Mapping
 from copy import deepcopy
-from typing import Any, TypeAlias
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from undula.state.pieces import dense_strides, is_sharded
+from undula.recovery.fingerprint import Fingerprint, Watched, differ
+from undula.state.values import leaves
 
-SAMPLES = 64
-"""Number of elements of each parameter that are compared."""
-_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
-"""Dtype in which elements are compared, by their size in bytes, so that NaN equals itself."""
-
-
-Elements: TypeAlias = dict[tuple[torch.dtype, torch.device], Tensor]
-"""Elements by dtype and device."""
+WORK = "work since the update"
+"""Name of a value of a state: what the script has done since the last update."""
+UPDATED, IN_LOOP, IN_WORK, LATER = range(4)
+"""Places after an update, in order: right after it, the end of the loop's body, the end of a validation and `after_step`, and the beginning
+of the next batches, if the script may repeat its work until then."""
 
 
-class Samples:
-    """Some elements of each parameter of a module, which show whether a script has changed the parameters.
+@dataclass
+class Work:
+    """What the script has done since the last update of the optimizer, and what it usually does."""
 
-    Args:
-        module: The module.
-    """
+    place: int = UPDATED
+    """Place up to which the state is known to be unchanged since the last of `changes`."""
+    changes: int = 0
+    """Places at whose end the script was found to have changed this rank's part of the weights or of the optimizer's state, as bits."""
+    habits: int = 0
+    """Places at which the script has changed them on any rank in a committed step, as bits."""
 
-    def __init__(self, module: nn.Module):
-        self._parameters = list(module.parameters())
-        self._is_sharded = is_sharded(module)
-        self._addresses: list[int] = []
-        self._views: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
-        """Views of the elements that are compared, of the parameters at these addresses."""
+    @classmethod
+    def of(cls, values: Mapping[str, Any]) -> "Work":
+        """Return the work that the values of a state describe."""
+        return cls(*values.get(WORK, (IN_WORK,)))
 
-    def take(self) -> Elements:
-        """Return the elements, as integers of the same bits."""
-        # Attributes of a DTensor are read without recording an operation.
-        own: list[Tensor] = [
-            getattr(parameter, "_local_tensor", parameter) if self._is_sharded else parameter
-            for parameter in self._parameters
-        ]
-        addresses = [parameter.data_ptr() for parameter in own]
-        if addresses != self._addresses:
-            self._addresses, self._views = addresses, {}
-            for parameter in own:
-                self._views.setdefault((parameter.dtype, parameter.device), []).append(_sample_of(parameter.detach()))
-        return {kind: torch.cat(views).view(_INTEGERS[kind[0].itemsize]) for kind, views in self._views.items()}
+    def values(self) -> dict[str, Any]:
+        """Return the value of a state by its name; nothing if the script has done its work, and never changes anything."""
+        value = [self.place, self.changes, self.habits]
+        return {WORK: value} if value != [IN_WORK, 0, 0] else {}
+
+    @property
+    def changed_last(self) -> int:
+        """Place at whose end a change was found last; UPDATED if there was none."""
+        return self.changes.bit_length()
+
+    def lasts_until(self, habits: int) -> int:
+        """Return the last place until which the state is taken to be unchanged, given the places at which the script changes states."""
+        return next((place - 1 for place in range(self.place + 1, LATER + 1) if habits & bit_of(place)), LATER)
 
 
-def differ(now: Elements, then: Elements) -> Tensor:
-    """Return a Boolean scalar on the device, which says whether elements have changed."""
-    if {kind: tensor.shape for kind, tensor in now.items()} != {kind: tensor.shape for kind, tensor in then.items()}:
-        return torch.tensor(True, device="cpu")
-    changes = [(now[kind] != then[kind]).any() for kind in then]
-    return torch.stack(changes).any() if changes else torch.tensor(False, device="cpu")
+def bit_of(place: int) -> int:
+    """Return the bit of a place after UPDATED."""
+    return 1 << (place - 1)
 
 
 class Baseline:
-    """Buffers and settings of the optimizer at a step boundary, which can be put back, and elements of the parameters to compare.
+    """Buffers and settings of the optimizer at a step boundary, which can be put back, and a fingerprint of parameters and optimizer state.
 
-    Parameters are not copied, because that would take memory for a second model. A few elements of each are compared instead: everything
-    that scripts do to weights between two steps, such as swapping in an average or merging an adapter, changes most elements. Version
-    counters of torch would not do, because they miss what is written by way of `parameter.data`.
+    Parameters and the state of the optimizer are not copied, because that would take memory for a second model.
 
     Args:
         module: Module of the run. Its parameters and the places of its buffers must stay the same objects.
         optimizer: Optimizer of the run.
+
+    Attributes:
+        work: What the script has done since the last update.
+        finds_changes: Whether to find out at each place whether the script has changed anything, for which a GPU is waited for.
     """
 
     def __init__(self, module: nn.Module, optimizer: torch.optim.Optimizer):
-        self._samples = Samples(module)
+        self._parameters = list(module.parameters())
+        self._watched = Watched(self._tensors_of_updates)
         self._places = [layer._buffers for layer in module.modules() if layer._buffers]
         self._optimizer = optimizer
         self._is_taken = False
@@ -84,10 +86,12 @@ class Baseline:
         ]
         self._extra: list[Any] = []
         self._settings: list[dict[str, Any]] = []
-        self._sampled: Elements = {}
+        self._seen: Fingerprint | None = None
+        self.work = Work()
+        self.finds_changes = False
 
-    def take(self) -> None:
-        """Remember the values as they are now: the state is that of the last committed step."""
+    def take(self, place: int = IN_WORK) -> None:
+        """Remember the values as they are now, at a place after an update: the state is that of the last committed step."""
         former = [buffer for *_, buffer in self._buffers]
         self._buffers = [(place, key, buffer) for place in self._places for key, buffer in place.items()]
         now = [buffer for *_, buffer in self._buffers]
@@ -98,16 +102,41 @@ class Baseline:
             {key: value for key, value in group.items() if key != "params"} for group in self._optimizer.param_groups
         ]
         self._extra = [deepcopy(layer.get_extra_state()) for layer in self._with_extra]
-        self._sampled = self._samples.take()
+        self._look(place)
         self._is_taken = True
+
+    def updated(self, habits: int) -> None:
+        """Note that the optimizer has stepped, or skipped a step.
+
+        Args:
+            habits: Changes since the update before, on any rank, as bits.
+        """
+        self.work, self._seen = Work(habits=self.work.habits | habits), None
+        if self.finds_changes:
+            self._look(UPDATED)
+
+    def begin(self, values: Mapping[str, Any], finds_changes: bool) -> None:
+        """Go on after the work that the values of a restored state describe."""
+        self.work, self.finds_changes = Work.of(values), finds_changes
+        self._seen = self._watched.take()
+
+    def _look(self, place: int) -> None:
+        """Take a fingerprint, unless that was done right after the update and this is no later place."""
+        if place == UPDATED and self._seen is not None:
+            return
+        former, self._seen = self._seen, self._watched.take()
+        if self.finds_changes and former is not None and bool(differ(former, self._seen)):
+            self.work.changes |= bit_of(place)
+        self.work.place = max(place, self.work.place)  # a restored state may be of a later place
 
     def drop(self) -> None:
         """Forget the values, because the state is not that of a committed step from now on."""
         self._is_taken = False
+        self._watched.release()
 
     def moved(self) -> Tensor:
-        """Return a Boolean scalar on the device, which says whether a parameter has changed since `take`."""
-        return differ(self._samples.take(), self._sampled)
+        """Return a Boolean scalar on the device, which says whether parameters or the optimizer's state have changed since `take`."""
+        return differ(self._watched.take(), self._seen or {})
 
     @property
     def is_intact(self) -> bool:
@@ -127,6 +156,9 @@ class Baseline:
             place[key] = buffer
         _copy(self._copies, self._tensors())
 
+    def _tensors_of_updates(self) -> list[Tensor]:
+        return [*self._parameters, *(value for value in leaves(self._optimizer.state) if isinstance(value, Tensor))]
+
     def _tensors(self) -> list[Tensor]:
         return [buffer.detach() for _, _, buffer in self._buffers if buffer is not None]
 
@@ -134,16 +166,3 @@ class Baseline:
 def _copy(sources: list[Tensor], targets: list[Tensor]) -> None:
     if sources:
         torch._foreach_copy_(targets, sources)
-
-
-def _sample_of(tensor: Tensor) -> Tensor:
-    """Return a view of at most SAMPLES elements of a tensor, in one dimension and evenly distributed over its memory."""
-    count = tensor.numel()
-    every = max(count // SAMPLES, 1) | 1  # odd, so that not all elements are of the same columns
-    if tuple(tensor.stride()) != dense_strides(tensor):  # one line of a tensor that is a part of another one
-        longest = max(range(tensor.dim()), key=tensor.size)
-        middle = tuple(
-            slice(None) if dimension == longest else tensor.size(dimension) // 2 for dimension in range(tensor.dim())
-        )
-        return tensor[middle]
-    return tensor.as_strided((-(-count // every),), (every,))

@@ -1,13 +1,17 @@
 """What processes offer to a group that starts: states of a run, and the steps to which recorded updates of the optimizer lead from them."""
 
+import functools
 import itertools
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import zip_longest
+from operator import or_
 from typing import TypeAlias
 
 import torch
 
-from undula.recovery.replay import BEFORE, CHANGES, can_replay, replayed, replayed_holding
+from undula.recovery.baseline import LATER, UPDATED, Work
+from undula.recovery.replay import BEFORE, can_replay, replayed, replayed_holding
 from undula.recovery.snapshot import NEVER, Age, Snapshot
 from undula.recovery.worker_state import WORKER_MEMORY, HeldState
 from undula.state.boxes import Box, whole_box
@@ -25,15 +29,28 @@ class Answer:
     """Extent of the process's pieces; None if it holds the whole state."""
     origin: str
     """Place of the state, for messages."""
-    changes: int = 0
-    """What the script has changed since the last update, as `replay.CHANGES` says it."""
+    work: Work = field(default_factory=Work)
+    """What the script has done in this state since the last update."""
     is_settled: bool = True
     """Whether the process has committed the state, and so knows its values and rows of the ledger. Otherwise it has the pieces only."""
 
-    @property
-    def preference(self) -> tuple[bool, bool]:
-        """Order in which the answers with equal boxes are taken: the least first."""
-        return not self.is_settled, self.origin != WORKER_MEMORY
+    def is_of(self, place: int, habits: int) -> bool:
+        """Return whether the pieces are those of a place after the update.
+
+        Args:
+            place: Place, of those in `baseline`.
+            habits: Places at which the script changes shards, as bits.
+        """
+        last = self.work.place if self.holding is None else self.work.lasts_until(habits)
+        return self.work.changed_last <= place <= last
+
+    def is_known_at(self, place: int) -> bool:
+        """Return whether the values and rows are those of a place after the update."""
+        return self.is_settled and self.work.place == place
+
+    def preference(self, place: int) -> tuple[bool, bool, bool]:
+        """Return the order in which the answers of a place with equal boxes are taken: the least first."""
+        return not self.is_known_at(place), not self.is_settled, self.origin != WORKER_MEMORY
 
 
 Answers: TypeAlias = list[list[Answer]]
@@ -51,19 +68,24 @@ class Offer:
     @classmethod
     def of(cls, base: Stored, recorded: Iterable[Stored] = ()) -> "Offer":
         """Return an offer of a state and of those updates of the same rank and group that follow it without a gap."""
-        step, changes, updates = base.age[1], changes_of(base), []
+        step, changes, updates = base.age[1], Work.of(base.values).changes, []
         for update in sorted(recorded, key=lambda each: each.age):
-            if update.age > base.age and (update.values[BEFORE], changes_of(update)) == (step, changes):
+            before = Work.of(update.values)
+            if update.age > base.age and (update.values[BEFORE], before.changes) == (step, changes):
                 updates.append(update)
                 step, changes = update.age[1], 0
         return cls(base, tuple(updates))
 
     def answers(self) -> Iterator[Answer]:
-        yield Answer(self.base.age, self.base.holding, self.base.origin, changes_of(self.base))
+        yield Answer(self.base.age, self.base.holding, self.base.origin, Work.of(self.base.values))
         holding = replayed_holding(self.base.holding, self.updates[-1].values) if self.updates else None
         if holding:
-            for update in self.updates:
-                yield Answer(update.age, holding, self.base.origin, is_settled=False)
+            followed = [Work.of(update.values) for update in self.updates[1:]]
+            for update, before in zip_longest(self.updates, followed):
+                # A record of the next update says that nothing was changed until then.
+                place = UPDATED if before is None else LATER
+                work = Work(place, habits=Work.of(update.values).habits)
+                yield Answer(update.age, holding, self.base.origin, work, is_settled=False)
 
     def bytes(self) -> int:
         """Return the number of bytes that are read to load the state."""
@@ -86,11 +108,6 @@ class Offer:
         return RankState(pieces, state.values)
 
 
-def changes_of(stored: Stored) -> int:
-    """Return what the script has changed in a state since its last update, or in the state before a recorded update."""
-    return int(stored.values.get(CHANGES, 0))
-
-
 def usable(offers: Iterable[Offer], optimizer: torch.optim.Optimizer) -> list[Offer]:
     """Return the offers without the updates of another optimizer than the run's, as after a change of the script."""
     return [
@@ -104,48 +121,55 @@ def newest_complete(answers: Answers) -> Age:
 
     Surviving ranks may differ by one step, because one of them may have committed a step before the group broke.
     """
-    return max((age for age, changes in _states(answers)), default=NEVER)
+    ages = {answer.age for of_source in answers for answer in of_source}
+    return next((age for age in sorted(ages, reverse=True) if _place(answers, age) is not None), NEVER)
 
 
-def _states(answers: Answers) -> list[tuple[Age, int]]:
-    """Return the ages, and the changes since the update, of the states that the sources hold completely and one has committed."""
-    alike: dict[tuple[Age, int], list[Answer]] = {}
-    for answer in itertools.chain(*answers):
-        alike.setdefault((answer.age, answer.changes), []).append(answer)
-    return [
-        state
-        for state, of_state in alike.items()
-        if any(answer.is_settled for answer in of_state) and is_complete([answer.holding for answer in of_state])
-    ]
+def _place(answers: Answers, age: Age) -> int | None:
+    """Return the last place after an update at which the sources have the whole state, and one knows its values; None for none.
+
+    The parts of ranks that have come to different places are parts of one state only if nothing was changed between these places.
+    """
+    of_age, habits = [answer for answer in itertools.chain(*answers) if answer.age == age], _habits(answers)
+    for place in sorted({answer.work.place for answer in of_age if answer.is_settled}, reverse=True):
+        if is_complete([answer.holding for answer in of_age if answer.is_of(place, habits)]):
+            return place
+    return None
 
 
-def chosen(answers: Answers, age: Age) -> list[list[int]]:
-    """Return the places of the answers from which a state is restored, by source.
+def _habits(answers: Answers) -> int:
+    """Return the places at which the script has changed shards on any rank, as bits."""
+    works = [answer.work for answer in itertools.chain(*answers)]
+    return functools.reduce(or_, (work.habits | work.changes for work in works), 0)
+
+
+def chosen(answers: Answers, age: Age) -> tuple[int, list[list[int]]]:
+    """Return the place after the update of the state that is restored, and the numbers of the answers that it comes from, by source.
 
     If sources have the whole state, these are theirs. Otherwise, each box comes from one source: what is settled comes before what must be
     computed again, and a process before the memory of a node. The parts of several lost ranks are spread over the ranks that can read them.
     """
-    # Of several states of one age, the one after the most of the script's own work.
-    changes = max(changes for their_age, changes in _states(answers) if their_age == age)
-    of_age = [
-        (source, place, answer)
+    place, habits = _place(answers, age), _habits(answers)
+    assert place is not None
+    of_place = [
+        (source, number, answer)
         for source, of_source in enumerate(answers)
-        for place, answer in enumerate(of_source)
-        if (answer.age, answer.changes) == (age, changes)
+        for number, answer in enumerate(of_source)
+        if answer.age == age and answer.is_of(place, habits)
     ]
-    whole = {source: (source, place) for source, place, answer in reversed(of_age) if answer.holding is None}
+    whole = {source: (source, number) for source, number, answer in reversed(of_place) if answer.holding is None}
     holders: dict[tuple[str, Box], list[tuple[int, int, Answer]]] = {}
-    for source, place, answer in of_age if not whole else ():
+    for source, number, answer in of_place if not whole else ():
         for box in answer.holding.boxes.items() if answer.holding else ():
-            holders.setdefault(box, []).append((source, place, answer))
+            holders.setdefault(box, []).append((source, number, answer))
     taken: dict[tuple[tuple[int, int], ...], tuple[int, int]] = {}
     for of_box in holders.values():
-        best = min(each.preference for *_, each in of_box)
-        equal = tuple((source, place) for source, place, each in of_box if each.preference == best)
+        best = min(each.preference(place) for *_, each in of_box)
+        equal = tuple((source, number) for source, number, each in of_box if each.preference(place) == best)
         taken.setdefault(equal, equal[len(taken) % len(equal)])
     used = set(whole.values()) or set(taken.values())
-    return [
-        [place for place in range(len(of_source)) if (source, place) in used]
+    return place, [
+        [number for number in range(len(of_source)) if (source, number) in used]
         for source, of_source in enumerate(answers)
     ]
 

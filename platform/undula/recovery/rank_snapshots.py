@@ -65,17 +65,18 @@ class RankSnapshots:
     def _sends(self) -> bool:
         return self._replicas is not None and (self._layout.is_first or not self._live.is_whole)
 
-    def wants(self, step_s: float) -> tuple[bool, bool]:
+    def wants(self, step_s: float, always: bool = False) -> tuple[bool, bool]:
         """Return whether to take a snapshot after this step, and whether to send a replica of it.
 
         Rank 0 decides for all ranks; on the other ranks, both are False.
 
         Args:
             step_s: Duration of the previous step in seconds.
+            always: Whether a snapshot is needed after each step, unless the job says how often to take one.
         """
         if not self._layout.is_first or self._has_ended:
             return False, False
-        takes = self._writer.is_due(step_s)
+        takes = self._writer.is_due(step_s, always)
         return takes, takes and self._replicas is not None and self._replicas.is_due(self._live.is_whole)
 
     def begin(self, done: int, rows: Sequence[StepRow], is_sent: bool, attempt: int | None = None) -> None:

@@ -24,12 +24,6 @@ BEFORE, APPLIES, KIND, PRESENT = "update.before", "update.applies", "update.kind
 the parameters that have a gradient."""
 OTHERS = "update.others"
 """Value of a recorded update: the names of the parameters that the optimizer does not have, and that no update changes."""
-CHANGES = "changes since the update"
-"""Value of a state, and of the state before a recorded update: where the script has changed weights or the state of the optimizer since the
-last update, as a sum of IN_LOOP, IN_WORK and LATER. Recorded updates do not have these changes, so parts of a state are put together only
-if they have the same value."""
-IN_LOOP, IN_WORK, LATER = 1, 2, 4
-"""Places of a change: in the loop after the update, in what follows it (a validation, `after_step`), and after that."""
 
 
 def kind_of(optimizer: torch.optim.Optimizer) -> str:

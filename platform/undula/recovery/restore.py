@@ -13,10 +13,11 @@ import torch.distributed as dist
 
 from undula.errors import RunError
 from undula.parallel.layout import Layout
+from undula.recovery.baseline import Work
 from undula.recovery.leavers import Common, Leavers
 from undula.recovery.live_state import LiveState, Targets
 from undula.recovery.moves import Dtypes, Held, Move, exchange, lacking, moves_to, unpack_parts
-from undula.recovery.offers import Answers, Offer, boxes_of, chosen, newest_complete, origin_of, usable
+from undula.recovery.offers import Answer, Answers, Offer, boxes_of, chosen, newest_complete, origin_of, usable
 from undula.recovery.progress import MEMORY_BYTES_S, STARTING, STORAGE_BYTES_S, Phase
 from undula.recovery.snapshot import NEVER, Age
 from undula.recovery.worker_state import HeldState
@@ -62,6 +63,7 @@ class Restorer:
         layout: Layout of the group.
         find: Callback that finds the snapshots that this rank can read; called only if they are needed.
         leavers: Workers that are in no group any more; None if there are none.
+        is_of_run: Callback that returns whether the state of an attempt after some steps belongs to the run.
         begin: Callback that receives the step as soon as it is known, for work that can overlap with the transfer of the state.
         enter: Callback that receives the phase, and the seconds by which its limit is longer, before each part of the work.
     """
@@ -75,6 +77,7 @@ class Restorer:
     begin: Callable[[int], None] = lambda step: None
     enter: Callable[[Phase, float], None] = lambda phase, allowed_s: None
     leavers: Leavers | None = None
+    is_of_run: Callable[[int, int], bool] = lambda attempt, step: True
 
     def restore(self, held: HeldState | None) -> Restored:
         """Restore the newest available state. All ranks must call this together.
@@ -108,12 +111,17 @@ class Restorer:
         """Return the answers of all ranks, and then those of the workers that leave, which rank 0 asks."""
         self.enter(STARTING, 0.0)
         ranks: list[Any] = [None] * self.layout.world_size
-        asked = self.leavers.answers(self.plan_digest) if self.leavers and self.layout.is_first else []
+        asked = self._of_leavers() if self.layout.is_first else []
         own = [answer for offer in offers for answer in offer.answers()]
         dist.all_gather_object(ranks, (own, asked), group=self.layout.control)
         if self.leavers:
             self.leavers.names = [name for name, _ in ranks[0][1]]
         return [*(answers for answers, _ in ranks), *(answers for _, answers in ranks[0][1])]
+
+    def _of_leavers(self) -> list[tuple[str, list[Answer]]]:
+        """Return the names of the workers that leave and their answers. They may not know that a later attempt began at an earlier step."""
+        found = self.leavers.answers(self.plan_digest) if self.leavers else []
+        return [(name, [answer for answer in answers if self.is_of_run(*answer.age)]) for name, answers in found]
 
     def _enter_reading(self, num_bytes: int) -> None:
         """Record that this rank reads so many bytes from storage, or waits for other ranks that do."""
@@ -137,13 +145,13 @@ class Restorer:
     def _from_memory(self, offers: Sequence[Offer], answers: Answers, age: Age) -> Restored:
         """Restore a state that the ranks and the workers that leave hold together."""
         self.begin(age[1])
-        size, places = self.layout.world_size, chosen(answers, age)
-        used = [[of_source[place] for place in of_used] for of_source, of_used in zip(answers, places, strict=True)]
+        size, (place, numbers) = self.layout.world_size, chosen(answers, age)
+        used = [[of_source[number] for number in of_used] for of_source, of_used in zip(answers, numbers, strict=True)]
         own = [offer for offer in offers for _ in offer.answers()]
-        mine = [own[place] for place in places[self.layout.rank]]
+        mine = [own[number] for number in numbers[self.layout.rank]]
         self.enter(STARTING, sum(offer.bytes() for offer in mine) / MEMORY_BYTES_S)
         states = [offer.load(age, self.live.optimizer) for offer in mine]
-        values, rows, expected = self._common(mine, used, age)
+        values, rows, expected = self._common(mine, used, age, place)
         targets = self.live.targets(expected, values)
         given = [answer for of_source in used for answer in of_source]
         is_whole = given[0].holding is None
@@ -158,14 +166,17 @@ class Restorer:
         origin = origin_of(given[:1] if is_whole else given)
         return Restored(age[1], age[0], origin, rows, beside_model_and_optimizer(values))
 
-    def _common(self, mine: Sequence[Offer], used: Answers, age: Age) -> Common:
-        """Return the values, rows and table that the first source that has committed the state knows, on all ranks."""
+    def _common(self, mine: Sequence[Offer], used: Answers, age: Age, place: int) -> Common:
+        """Return the values, rows and table that the first source knows that has committed the state and come to a place, on all ranks."""
         layout = self.layout
-        source = next(number for number, of_source in enumerate(used) if any(answer.is_settled for answer in of_source))
+        source = next(
+            number for number, of_source in enumerate(used) if any(answer.is_known_at(place) for answer in of_source)
+        )
         common: list[Any] = [None]
         first = source if source < layout.world_size else 0
         if layout.rank == first and source == first:
-            base = next(offer.base for offer in mine if offer.base.age == age)
+            bases = (offer.base for offer in mine if offer.base.age == age)
+            base = next(base for base in bases if Work.of(base.values).place == place)
             state = base.load()
             common = [(state.values, base.rows, state.expected)]
         elif layout.rank == first:

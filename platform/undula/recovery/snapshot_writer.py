@@ -91,12 +91,18 @@ class SnapshotWriter:
             return None
         return self.every_steps, self._cost_s / (self.every_steps * self._step_s)
 
-    def is_due(self, step_s: float) -> bool:
-        """Return whether to take a snapshot after a step that took `step_s` seconds. Call this once per step."""
+    def is_due(self, step_s: float, always: bool = False) -> bool:
+        """Return whether to take a snapshot after a step. Call this once per step.
+
+        Args:
+            step_s: Duration of the step in seconds.
+            always: Whether one is needed after each step, unless the interval is given.
+        """
         self._step_s = 0.9 * self._step_s + 0.1 * step_s if self._step_s else step_s
         if self._steps_since is not None:
             self._steps_since += 1
-        return self.problem is None and (self._steps_since is None or self._steps_since >= self.every_steps)
+        every_steps = 1 if always and self._fixed_interval is None else self.every_steps
+        return self.problem is None and (self._steps_since is None or self._steps_since >= every_steps)
 
     def begin(
         self,

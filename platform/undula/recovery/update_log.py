@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from undula.parallel.sharding import Settles, has_known_results, has_own_step, place_gradients
-from undula.recovery.baseline import Elements, Samples, differ
+from undula.recovery.baseline import Work
 from undula.recovery.node_memory import reserve
-from undula.recovery.replay import APPLIES, BEFORE, CHANGES, GRADIENT, KIND, LATER, OTHERS, PRESENT, TRUST, kind_of
+from undula.recovery.replay import APPLIES, BEFORE, GRADIENT, KIND, OTHERS, PRESENT, TRUST, kind_of
 from undula.recovery.slot import Slot, ready_event
 from undula.recovery.snapshot import SLOTS, UPDATE_SLOTS, Arrangement, encoded, fixed_meta
 from undula.recovery.worker_state import HeldState
@@ -32,11 +32,9 @@ class UpdateLog:
         attempt: Number of the attempt.
         own: Folder of the rank's slots in the memory of its node; None to keep updates in this process only.
         count: Number of updates to keep there. A snapshot must be taken at least as often.
-        changes: What the script had changed in the state with which the attempt begins.
 
     Attributes:
         pending: Update whose step is not committed yet; None if there is none.
-        changes: What the script has changed since the last update, as `replay.CHANGES` says it.
     """
 
     def __init__(
@@ -47,7 +45,6 @@ class UpdateLog:
         attempt: int,
         own: Path | None = None,
         count: int = 1,
-        changes: int = 0,
     ):
         self._module, self._optimizer = module, optimizer
         self._plan_digest, self._attempt = plan_digest, attempt
@@ -60,35 +57,17 @@ class UpdateLog:
         self._places: dict[nn.Parameter, Piece] = {}
         """Piece of each parameter, whose gradient has the same place."""
         self._ratios: list[Tensor] = []
-        self._samples = Samples(module)
-        self._seen: tuple[Elements, list[tuple[int, int]]] = {}, []
-        self.changes = changes
         self.pending: HeldState | None = None
 
-    def updated(self) -> None:
-        """Remember the state that an update has left, or with which the attempt begins."""
-        self._seen = self._look()
-
-    def compare(self, place: int) -> None:
-        """Note whether the script has changed weights or the state of the optimizer up to this place: IN_LOOP, IN_WORK or LATER."""
-        (elements, versions), self._seen = self._seen, self._look()
-        if versions != self._seen[1] or bool(differ(self._seen[0], elements)):
-            self.changes |= place
-
-    def _look(self) -> tuple[Elements, list[tuple[int, int]]]:
-        entries = [value for state in self._optimizer.state.values() for value in state.values()]
-        tensors = [local_part(value) for value in entries if isinstance(value, Tensor)]
-        return self._samples.take(), [(tensor.data_ptr(), tensor._version) for tensor in tensors]
-
-    def record(self, before: int, done: int, applies: bool) -> None:
+    def record(self, before: int, done: int, applies: bool, work: Work) -> None:
         """Record the update that leads from `before` to `done` steps. No snapshot may be in progress.
 
         Args:
             before: Number of committed steps.
             done: Number of steps after the update.
             applies: Whether the optimizer will step, instead of skipping the step.
+            work: What the script has done in the state before the update.
         """
-        self.compare(LATER)
         place_gradients(self._parameters())
         names, pieces = parameter_names(self._module), {}
         tensors: dict[str, Tensor] = {}
@@ -114,7 +93,7 @@ class UpdateLog:
             PRESENT: present,
             GROUPS: groups,
             OTHERS: sorted(set(names.values()) - {name for group in groups for name in group["parameters"]}),
-            CHANGES: self.changes,
+            **work.values(),
         }
         self.pending = HeldState(self._plan_digest, self._attempt, done, RankState(pieces, values), ())
         if self._own is not None:
@@ -122,7 +101,7 @@ class UpdateLog:
 
     def committed(self) -> None:
         """Forget the pending update, whose step is committed."""
-        self.pending, self.changes = None, 0
+        self.pending = None
 
     def close(self) -> None:
         """Record in this process only from now on."""

@@ -10,8 +10,8 @@ from undula.parallel.collectives import any_rank
 from undula.parallel.device_clock import read_scalars
 from undula.parallel.sharding import Settles
 from undula.plan.plan import OptimizerStep
+from undula.recovery.baseline import LATER, UPDATED
 from undula.recovery.progress import BETWEEN_STEPS, HAND_OVER, MEMORY_BYTES_S, REDUCE, SAVE, SNAPSHOT, UPDATE
-from undula.recovery.replay import IN_LOOP, IN_WORK
 from undula.recovery.worker_state import LeaveGroup, Request
 from undula.state.events import WarningEvent
 from undula.train.attempt import Attempt
@@ -61,7 +61,7 @@ class StepBoundary:
         """Begin the batches of a step, and return whether the script has repeated work that the former group had not finished."""
         is_repeating = self._script_state.owed_since is not None
         if is_repeating:
-            self.settle(owed_since=None)
+            self.settle(None, LATER)
         return is_repeating
 
     def reduce(
@@ -90,10 +90,12 @@ class StepBoundary:
         if self._saver.updates:
             assert self._attempt.committed is not None
             done = self._attempt.committed + step.merged_steps
-            self._saver.updates.record(self._attempt.committed, done, applies=not has_overflowed)
+            work = self._model.baseline.work
+            self._saver.updates.record(self._attempt.committed, done, not has_overflowed, work)
         phases.enter(REDUCE)
         local = measured.local(losses)
         local.wants, local.overflows = wants, has_overflowed
+        local.changes = self._model.baseline.work.changes
         local.seconds["blocked_s"], self._blocked_s = self._blocked_s, 0.0
         local.small_squares = self._model.small_squares(step.samples)
         local.micro_batches = len(local.small_squares)
@@ -126,7 +128,9 @@ class StepBoundary:
         if snapshots:
             self._worker.enter(SNAPSHOT)
             snapshots.wait()
-            wants.snapshots, wants.sends = snapshots.wants(self._attempt.step_s)
+            # What the script changes in shards between steps is in no record of updates, but in a snapshot.
+            changes = self._saver.updates is not None and bool(self._model.baseline.work.habits)
+            wants.snapshots, wants.sends = snapshots.wants(self._attempt.step_s, changes)
             wants.is_sending, wants.lacks_memory = snapshots.is_sending, snapshots.lacks_piece
         return wants
 
@@ -142,10 +146,14 @@ class StepBoundary:
         )
 
     @contextmanager
-    def changing_state(self, steps: int) -> Iterator[None]:
+    def changing_state(self, steps: int, changes: int) -> Iterator[None]:
         """Surround the optimizer's step, and count `steps` more steps of the plan as committed after it.
 
         An exception inside may leave the state partly changed. Such a state is not handed over. No snapshot may be in progress.
+
+        Args:
+            steps: Number of steps of the plan.
+            changes: What the script has changed on any rank since the former update, as `Work.changes` says it.
         """
         attempt = self._attempt
         # The step is committed, so this call may not raise because the group has ended.
@@ -157,11 +165,10 @@ class StepBoundary:
         self._model.baseline.drop()
         yield
         attempt.committed, attempt.committed_by = committed + steps, self._setup.attempt
-        if self._saver.updates:
-            self._saver.updates.updated()
+        self._model.baseline.updated(changes)
         # What a script without state of its own does next is unknown until it asks for the next step. It could not repeat this work.
         if self._script_state.is_used:
-            self.settle(owed_since=committed)
+            self.settle(committed, UPDATED)
 
     def committed(self, step: OptimizerStep, totals: StepTotals, lr: float, measured: dict[str, float]) -> None:
         """Record a committed step.
@@ -194,16 +201,15 @@ class StepBoundary:
     def _is_digest_due(self, step: OptimizerStep) -> bool:
         return step.done // DIGEST_EVERY > step.index // DIGEST_EVERY or step.done == self._setup.plan.total_steps
 
-    def settle(self, owed_since: int | None) -> None:
-        """Take the state as it is now, when the loop's body has ended its work on a step, as that which this group could hand over.
+    def settle(self, owed_since: int | None, place: int) -> None:
+        """Take the state as it is now as that which this group could hand over.
 
         Args:
             owed_since: Number of committed steps before those whose validation or `after_step` is still to be done; None if all is done.
+            place: Place to which the script has come since the update, of those in `recovery.baseline`.
         """
-        if self._saver.updates:
-            self._saver.updates.compare(IN_WORK if owed_since is None else IN_LOOP)
         self._script_state.capture(owed_since)
-        self._model.baseline.take()
+        self._model.baseline.take(place)
 
     def snapshot(self, done: int, is_whole_at_once: bool) -> None:
         """Begin a snapshot of the state after `done` steps if one is due.

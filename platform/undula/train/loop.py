@@ -8,6 +8,7 @@ from typing import Any
 
 from undula.errors import UsageError
 from undula.parallel.collectives import any_rank
+from undula.recovery.baseline import IN_LOOP, IN_WORK
 from undula.recovery.live_state import LiveState
 from undula.recovery.progress import BETWEEN_STEPS
 from undula.recovery.restore import Restored
@@ -91,7 +92,6 @@ class TrainingLoop:
             **self._parts.state.values(),
             **self._parts.given.values(),
             STATE: self._arithmetic,
-            **self.saver.values(),
         }
 
     @property
@@ -140,7 +140,7 @@ class TrainingLoop:
                 self.saver.save_best(start)  # the former group was lost, or left, before it had done so
             # A script with state of its own, but without `after_step`, can repeat its work up to the first batch.
             repeats = script_state.is_used and self._after is None
-            self.boundary.settle(owed_since if repeats else None)
+            self.boundary.settle(owed_since if repeats else None, IN_WORK)
             self.saver.first_snapshot(start)
             index = start
             beside = StateBeside(self.model.engine.module) if start == 0 and setup.layout.is_first else None
@@ -160,7 +160,7 @@ class TrainingLoop:
                 self._end_step(step.index, index)
             if index == start and not is_saved:
                 # The previous group committed the last step but was lost before it wrote the last checkpoint.
-                self.boundary.settle(owed_since=None)
+                self.boundary.settle(None, IN_WORK)
                 self._save(start - 1, start)
             is_early = index < setup.plan.total_steps
             self.boundary.end(self._results.reason_to_stop(setup.job.stop) if is_early else "")
@@ -206,6 +206,7 @@ class TrainingLoop:
         for warning in (*changes, *parts.warnings(start)):
             attempt.report(warning)
         self.saver.begin(restored)
+        self.model.baseline.begin(restored.values, finds_changes=self.saver.updates is not None)
 
     def _end_step(self, before: int, done: int) -> None:
         """Validate, do the work of the script and save after `done` steps, whatever of these is due.
@@ -214,7 +215,7 @@ class TrainingLoop:
         """
         is_due = self._is_validation_due(before, done)
         has_work = (self._validation is not None and is_due) or self._after is not None
-        self.boundary.settle(owed_since=before if has_work else None)
+        self.boundary.settle(*((before, IN_LOOP) if has_work else (None, IN_WORK)))
         # Only now, because the group may have ended while the script worked, and its state would not be settled.
         self._setup.worker.enter(BETWEEN_STEPS)
         self.boundary.snapshot(done, is_whole_at_once=has_work)
@@ -250,7 +251,7 @@ class TrainingLoop:
         if self._after is not None:
             seed_between_steps(setup.job.plan.seed, "after_step", done)
             self._after(done, results.means if results.step == done else None)
-        self.boundary.settle(owed_since=None)
+        self.boundary.settle(None, IN_WORK)
 
     def _save(self, before: int, done: int) -> None:
         """Save the state after `done` steps if that is due, and leave the group if the ranks were asked to."""

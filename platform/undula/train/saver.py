@@ -8,7 +8,6 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch.distributed as dist
 
@@ -18,7 +17,6 @@ from undula.plan.host_memory import UPDATES
 from undula.recovery.live_state import LiveState
 from undula.recovery.progress import SAVE, SNAPSHOT, STORAGE_BYTES_S
 from undula.recovery.rank_snapshots import RankSnapshots, find_offers
-from undula.recovery.replay import CHANGES
 from undula.recovery.restore import Restored, Restorer
 from undula.recovery.snapshot import UPDATE_SLOTS, find_snapshots, folder_of, packed, parsed
 from undula.recovery.snapshot_writer import SnapshotWriter
@@ -93,6 +91,7 @@ class StateSaver:
             begin,
             worker.enter,
             setup.leavers,
+            before.includes_state,
         )
         held = worker.held
         restored = restorer.restore(held if held and before.includes_state(*held.age) else None)
@@ -104,10 +103,6 @@ class StateSaver:
     def release(self) -> None:
         """Free the state of the former group. For a sharded model, this is done at the first commit, when nodes have snapshots."""
         self._worker.held = None
-
-    def values(self) -> dict[str, Any]:
-        """Return the values that belong to the state because of how it is stored, by name."""
-        return {CHANGES: self.updates.changes} if self.updates and self.updates.changes else {}
 
     def begin(self, restored: Restored) -> None:
         """Begin after the committed steps of a restored state."""
@@ -121,9 +116,9 @@ class StateSaver:
             writer = SnapshotWriter(folder, setup.plan_digest, setup.attempt, setup.layout.local_rank, every, most)
             own = writer.own if every is None or every <= len(UPDATE_SLOTS) else None
         if records:
-            digest, count, changes = setup.plan_digest, every or UPDATES, restored.values.get(CHANGES, 0)
-            self.updates = UpdateLog(live.model, live.optimizer, digest, setup.attempt, own, count, changes)
-            self.updates.updated()
+            self.updates = UpdateLog(
+                live.model, live.optimizer, setup.plan_digest, setup.attempt, own, every or UPDATES
+            )
         if every != 0:
             replicas = setup.replicas if setup.job.sharding.copies == "head" else None
             self.snapshots = RankSnapshots(live, writer, replicas, setup.layout, self._worker, self.updates)

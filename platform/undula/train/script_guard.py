@@ -110,11 +110,11 @@ class ScriptGuard:
         """
         if before:
             raise UsageError(
-                f"the script changed parameters of the model before step.batches() of step {self._step}, where a run that resumes would "
-                "change them again; do this after step.update() or in after_step"
+                "the script changed parameters of the model or the state of the optimizer before step.batches() of step "
+                f"{self._step}, where a run that resumes would change them again; do this after step.update() or in after_step"
             )
         if within:
-            raise _changed_in_step("a parameter")
+            raise _changed_in_step("a parameter or the state of the optimizer")
 
     @contextmanager
     def own_update(self) -> Iterator[None]:

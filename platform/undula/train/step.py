@@ -211,7 +211,7 @@ class Step:
         model.rates.set(model.optimizer, self._rate)
         # This commits the step. If a rank is lost before it returns, the other ranks keep the state before the step.
         totals = self._boundary.reduce(planned, self._measured, self._phases, norm, overflows)
-        with self._boundary.changing_state(self.merged_steps):
+        with self._boundary.changing_state(self.merged_steps, totals.changes):
             measured = model.update(planned, self._rate, totals)
             self.loss, self.grad_norm = totals.losses / self.samples, totals.grad_norm
             self.applied = not totals.overflows

@@ -18,6 +18,7 @@ from undula.plan.noise import StepNorms
 
 SECONDS = ("data_s", "transfer_s", "compute_s", "communication_s", "other_s", "blocked_s")
 _LIMB_BITS = 32  # a float64 sum of 32-bit limbs is exact for up to 2^21 ranks
+_BITS = 3
 _DIGEST_LIMBS, _EXACT_LIMBS = 2, (TOTAL_BITS + 1024 + 64) // 32
 """Number of limbs of a digest, and of a sum of numbers below 2^1024, of which there may be 2^64."""
 Local = TypeVar("Local")
@@ -46,6 +47,12 @@ MEAN = Reduction[float, float](1, lambda value: [value], lambda sums, ranks: sum
 FROM_FIRST = SUM
 """Reduction of a value that rank 0 measures and that is 0 on all other ranks."""
 ANY = Reduction[bool, bool](1, lambda value: [float(value)], lambda sums, ranks: sums[0] > 0)
+BITS = Reduction[int, int](
+    _BITS,
+    lambda value: [float(value >> place & 1) for place in range(_BITS)],
+    lambda sums, ranks: sum((total > 0) << place for place, total in enumerate(sums)),
+)
+"""Bits that are set on any rank, of _BITS."""
 ALL = Reduction[bool, bool](1, lambda value: [float(value)], lambda sums, ranks: sums[0] == ranks)
 
 
@@ -141,6 +148,8 @@ class LocalStep:
     """Norm of the step's gradient before clipping."""
     overflows: bool = reduced(ANY, default=False)
     """Whether a scaled gradient has overflowed, so that all ranks must skip the step. Ranks with shards may see different gradients."""
+    changes: int = reduced(BITS, default=0)
+    """Places after the former update at which the script has changed the weights or the optimizer's state, as bits."""
     stored_steps: float = reduced(FROM_FIRST, default=0.0)
     """Number of steps whose ledger rows have reached storage."""
     wants: Wants = reduced(WANTS, default_factory=Wants)
@@ -166,6 +175,7 @@ class StepTotals:
     micro_batches: float
     grad_norm: float
     overflows: bool
+    changes: int
     stored_steps: float
     wants: Wants
     logged: dict[str, float]

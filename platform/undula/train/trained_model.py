@@ -59,6 +59,7 @@ class TrainedModel:
             **self.loss_scale.state(),
             **self._rate.values(),
             **self.rates.values(),
+            **self.baseline.work.values(),
         }
 
     def restore(self, values: Mapping[str, Any], start: int) -> BatchEvent | None:

@@ -12,6 +12,7 @@ from torch.distributed.fsdp import fully_shard
 from undula.optim.lamb import Lamb
 from undula.optim.lars import LARS
 from undula.parallel.sharding import set_up_optimizer
+from undula.recovery.baseline import Work
 from undula.recovery.live_state import LiveState
 from undula.recovery.replay import replayed, replayed_holding
 from undula.recovery.update_log import UpdateLog, can_record
@@ -78,7 +79,7 @@ def _differences(rank: int, world_size: int) -> list[str]:
             if isinstance(optimizer, Lamb | LARS):
                 optimizer.settle()
             optimizer.param_groups[0]["weight_decay"] = 0.1 * step  # as a script may do
-            log.record(step, step + 1, applies=step != 2)
+            log.record(step, step + 1, step != 2, Work())
             assert log.pending is not None
             updates.append(copied(log.pending.state))
             if step != 2:

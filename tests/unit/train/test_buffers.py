@@ -294,11 +294,11 @@ def _initialized(model: Moving) -> None:
 
 
 MOVED: dict[Callable[[Moving], Any], str] = {
-    _new_tensors: "a parameter",
+    _new_tensors: "a parameter or the state of the optimizer",
     _in_place: "the parameter 'other.0.weight'",
-    _without_a_trace: "a parameter",
+    _without_a_trace: "a parameter or the state of the optimizer",
     _normalized: "the parameter 'words.weight'",
-    _initialized: "a parameter",
+    _initialized: "a parameter or the state of the optimizer",
 }
 
 

@@ -30,7 +30,7 @@ from undula.elastic.sockets import cut_connections, cut_sockets, listening_ports
 from undula.elastic.waits import present_wait
 from undula.errors import ClusterError
 from undula.recovery.leavers import Common
-from undula.recovery.offers import Answer
+from undula.recovery.offers import Answer, Offer
 from undula.recovery.part_server import PartAddress, PartServer
 from undula.recovery.progress import LEFT, ProgressView
 from undula.recovery.snapshot import Age, packed
@@ -239,7 +239,7 @@ class ElasticWorker(RayTrainWorker):
     def offered(self, plan_digest: str) -> list[Answer]:
         """Return the description of the state of a plan that this process holds, if it holds one."""
         held = self._state.held
-        return [Answer(held.age, held.holding, held.origin)] if held and held.plan_digest == plan_digest else []
+        return list(Offer(held).answers()) if held and held.plan_digest == plan_digest else []
 
     def offered_values(self) -> Common:
         """Return what all ranks take over from a process that has committed the state: its values, rows and table of tensors."""

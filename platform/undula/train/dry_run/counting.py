@@ -358,12 +358,12 @@ class _NoBoundary(StepBoundary):
         self, step: OptimizerStep, measured: StepMeasurement, phases: StepPhases, norm: Tensor, overflows: Tensor
     ) -> StepTotals:
         """Return totals in which each value is one that a script can use."""
-        return StepTotals(float(step.samples), 0, {}, 0.0, 0, 1.0, self.skips, 0.0, Wants(), {})
+        return StepTotals(float(step.samples), 0, {}, 0.0, 0, 1.0, self.skips, 0, 0.0, Wants(), {})
 
     def committed(self, step: OptimizerStep, totals: StepTotals, lr: float, measured: dict[str, float]) -> None:
         """Record nothing."""
 
-    def settle(self, owed_since: int | None) -> None:
+    def settle(self, owed_since: int | None, place: int) -> None:
         """Keep no copies of the state."""
 
 

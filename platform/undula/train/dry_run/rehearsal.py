@@ -17,6 +17,7 @@ from undula.data.script.indexed import ScriptData
 from undula.data.script.items import Items
 from undula.parallel.layout import join_layout
 from undula.plan.plan import MicroBatch, Plan
+from undula.recovery.baseline import IN_WORK
 from undula.recovery.worker_state import LeaveGroup, WorkerState
 from undula.state.events import RehearsalEvent
 from undula.telemetry.messages import Publisher
@@ -111,7 +112,7 @@ class RehearsalLoop(TrainingLoop):
             return _each_size(setup.plan) if index == 0 else []
 
         self._batches = MicroBatches(work_of, reader, setup.layout.device, setup.worker.enter)
-        self.boundary.settle(owed_since=None)
+        self.boundary.settle(None, IN_WORK)
         yield self._step(0)
         if self._validation is not None:
             self._validation.rehearse()
