@@ -16,7 +16,9 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 def _node_options(command: F) -> F:
     node = click.option(
-        "--node", metavar="ID", help="Id of the Ray node to drain.  [default: all nodes of this machine]"
+        "--node",
+        metavar="ID",
+        help="Id or IP address of the Ray node to drain.  [default: all nodes of this machine]",
     )
     return cluster_option(node(command))
 

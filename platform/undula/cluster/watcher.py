@@ -1,17 +1,20 @@
 """Spot watcher, which reads the notices of its machine and asks Ray to drain the machine's nodes before they end."""
 
 import os
+import re
 import signal
 import threading
 import time
 from collections.abc import Callable, Sequence
 
 from undula.cluster.notices import Notice, Source, Unreadable
-from undula.elastic.ray.gcs import Head
+from undula.elastic.ray.gcs import Head, own_addresses
 from undula.errors import ClusterError
 
 RETRY_S = 1.0
 """Time in seconds between attempts to reach Ray."""
+NODE_ID = re.compile("[0-9a-f]+")
+"""Pattern of the id of a node, which an address does not match."""
 HEAD_GONE_S = 15.0
 """Time in seconds without an answer after which the head and its jobs count as lost."""
 
@@ -79,21 +82,37 @@ def drain_here(notice: Notice, address: str, node: str | None) -> list[str]:
     Args:
         notice: Notice to pass on.
         address: Address of the cluster's head; `auto` for the cluster that this machine is a node of.
-        node: Id of the only node to drain, for a machine with nodes of several clusters; None for all nodes of this machine.
+        node: Id or address of the only node to drain; None for all nodes of this machine.
 
     Raises:
         ClusterError: Ray does not run on this machine, or does not accept the request.
     """
     head = Head(address, os.environ)
     try:
-        nodes = [node] if node else list(head.ask("here"))
+        nodes = nodes_to_drain(head, node)
         if not nodes:
-            raise ClusterError(f"no node of the cluster at {address} is on this machine")
+            raise ClusterError(no_node(head, node))
         for id in nodes:
             head.drain(id, notice.deadline)
         return nodes
     finally:
         head.close()
+
+
+def nodes_to_drain(head: Head, node: str | None) -> list[str]:
+    """Return the ids of the nodes of this machine, or of those that `node` names, which can be an id or an address."""
+    if node is None:
+        return list(head.ask("here"))
+    if NODE_ID.fullmatch(node):
+        return [node]
+    return [id for id, address in head.ask("addresses").items() if address == node]
+
+
+def no_node(head: Head, node: str | None) -> str:
+    """Return the sentence that says why there is no node to drain."""
+    known = ", ".join(sorted(set(head.ask("addresses").values()))) or "none"
+    sought = f"has the address {node}" if node else f"is on this machine ({', '.join(sorted(own_addresses()))})"
+    return f"no node of the cluster {sought}; the addresses of its nodes are {known}: name one with --node"
 
 
 def leave(notice_s: float, address: str, node: str | None, log: Callable[[str], None]) -> None:
@@ -102,7 +121,7 @@ def leave(notice_s: float, address: str, node: str | None, log: Callable[[str], 
     Args:
         notice_s: Time in seconds until this machine ends.
         address: Address of the cluster's head.
-        node: Id of the only node to drain; None for all nodes of this machine.
+        node: Id or address of the only node to drain; None for all nodes of this machine.
         log: Function that shows a line.
 
     Raises:
@@ -116,12 +135,12 @@ def leave(notice_s: float, address: str, node: str | None, log: Callable[[str], 
         try:
             while time.time() < deadline:
                 if not is_accepted:
-                    nodes = [node] if node else list(head.ask("here"))
+                    nodes = nodes_to_drain(head, node)
                     for id in nodes:
                         head.drain(id, deadline)
                     is_accepted = bool(nodes)
                     if not nodes:
-                        problem, deadline = "none of its nodes is on this machine", 0.0
+                        problem, deadline = no_node(head, node), 0.0
                         break
                     log(f"Ray drains {', '.join(id[:8] for id in nodes)}")
                 if not set(nodes) & set(head.ask("alive")):

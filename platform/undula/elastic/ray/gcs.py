@@ -6,12 +6,16 @@ connection but does not answer.
 """
 
 import json
+import socket
 import subprocess
 import sys
 import threading
 from collections.abc import Mapping
 from importlib import import_module
+from ipaddress import ip_address
 from typing import Any
+
+import psutil
 
 from undula.errors import ClusterError
 
@@ -25,6 +29,7 @@ ANSWER_LIMIT_S = 5.0
 """Default time limit for an answer in seconds."""
 HELLO = "hello"
 """Command that the process answers without a query to the head."""
+IP = (socket.AF_INET, socket.AF_INET6)
 LAST_MS = 10**14
 """Latest accepted deadline in milliseconds since the epoch. A later one must be a mistake, although Ray accepts any value of 64 bits."""
 
@@ -141,10 +146,12 @@ def _connected(raylet: Any, address: str) -> tuple[Any, Any]:
 def _answer(client: Any, state: Any, command: str, arguments: list[str]) -> Any:
     match command:
         case "alive":
-            return list(_alive(client))
+            return list(_addresses(client))
         case "here":
-            own = import_module("ray.util").get_node_ip_address()
-            return [node for node, info in _alive(client).items() if info.node_manager_address == own]
+            raylets, own = set(import_module("ray._private.services").find_node_ids()), own_addresses()
+            return [node for node, address in _addresses(client).items() if node in raylets or address in own]
+        case "addresses":
+            return _addresses(client)
         case "count":
             groups = [group for group in state.placement_group_table().values() if group["state"] != "REMOVED"]
             return {"actors": len(state.actor_table(None, None, "ALIVE")), "placement groups": len(groups)}
@@ -155,9 +162,17 @@ def _answer(client: Any, state: Any, command: str, arguments: list[str]) -> Any:
             raise ValueError(f"unknown command {command!r}")
 
 
-def _alive(client: Any) -> dict[str, Any]:
+def _addresses(client: Any) -> dict[str, str]:
+    """Return the address under which Ray knows each node that is alive, by node id."""
     infos = client.get_all_node_info(timeout=10)
-    return {node.hex(): info for node, info in infos.items() if info.state == ALIVE}
+    return {node.hex(): str(info.node_manager_address) for node, info in infos.items() if info.state == ALIVE}
+
+
+def own_addresses() -> set[str]:
+    """Return the IP addresses of this machine's network interfaces, except for the loopback's, which every machine has."""
+    interfaces = psutil.net_if_addrs().values()
+    found = {each.address.partition("%")[0] for all_of in interfaces for each in all_of if each.family in IP}
+    return {address for address in found if not ip_address(address).is_loopback}
 
 
 if __name__ == "__main__":
