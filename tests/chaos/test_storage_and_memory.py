@@ -4,10 +4,10 @@ from pathlib import Path
 
 import psutil
 import pytest
-from chaos_kit import assert_certified, command, events_in, run_through, wrapped
+from chaos_kit import assert_certified, command, events_in, have_nodes, run_through, running, wrapped
 
-from undula.recovery.snapshot import available_memory
-from undula.state.events import CrashEvent, WarningEvent
+from undula.recovery.snapshot import available_memory, slots_below
+from undula.state.events import CrashEvent, SnapshotEvent, WarningEvent
 from undula.storage import open_store
 from undula.testing.nodes import Nodes, nodes
 
@@ -62,3 +62,16 @@ def test_a_worker_that_exhausts_the_memory_is_named_and_the_run_continues(
         run_through((), spot, job, f"{tmp_path}/greedy")
     assert_certified(f"{tmp_path}/greedy", alone, STEPS)
     assert any("out of memory" in crash.error for crash in events_in(f"{tmp_path}/greedy", CrashEvent))
+
+
+def test_two_ray_nodes_of_a_machine_take_their_snapshots_side_by_side(spot: Nodes, text: str, tmp_path: Path) -> None:
+    have_nodes(spot, 2)
+    first, second = (spot._memory / node for node in spot.nodes)
+    second.rmdir()
+    second.symlink_to(first)  # as without UNDULA_MEMORY, when both use /dev/shm
+    with running(spot, text, tmp_path, 2, "workers.min=2", "workers.max=2") as job:
+        job.wait_for(lambda: len(job.of(SnapshotEvent)) > 0)
+        assert [warning.detail for warning in job.of(WarningEvent) if warning.code == "no_snapshots"] == []
+        assert len({slot.parent for slot in slots_below(first)}) == 2
+    for node in list(spot.nodes):
+        spot.kill(node)

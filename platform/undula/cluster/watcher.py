@@ -101,7 +101,7 @@ def drain_here(notice: Notice, address: str, node: str | None) -> list[str]:
 
 def nodes_to_drain(head: Head, node: str | None) -> list[str]:
     """Return the ids of the nodes of this machine, or of those that `node` names, which can be an id or an address."""
-    if node is None:
+    if not node:
         return list(head.ask("here"))
     if NODE_ID.fullmatch(node):
         return [node]

@@ -1,6 +1,6 @@
 """Memory of a node that the snapshots of its ranks share: who may take how much of it, and when it is freed.
 
-The snapshots of a rank are in `USER/RUN/ATTEMPT/LOCAL_RANK/SLOT`, where USER is the folder of a user. A rank reserves memory by creating
+The snapshots of a rank are in `USER/RUN/ATTEMPT/RANK/SLOT`, where USER is the folder of a user. A rank reserves memory by creating
 its files with their final size but without contents, while it holds a lock on the user's folder. Such a file takes no memory, but other
 ranks count its size. So all ranks and all runs of a node keep the limit together, although they fill their files in parallel.
 """

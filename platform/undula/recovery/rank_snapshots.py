@@ -157,7 +157,7 @@ class RankSnapshots:
     def checkpoint_committed(self, step: int) -> None:
         """Free the memory of snapshots that will not be replaced, if the checkpoint of `step` is at least as new as they are."""
         if self._has_ended and step >= self._last_step:
-            self._writer.delete()
+            self._writer.delete_own()
 
     def discard(self) -> None:
         """Stop taking snapshots, and delete the last one, because it may be of no step. The one before stays."""

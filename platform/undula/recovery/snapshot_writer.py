@@ -34,7 +34,7 @@ class SnapshotWriter:
         folder: Folder of the run in the memory of this node.
         plan_digest: Digest of the run's plan.
         attempt: Number of the attempt.
-        local_rank: Number of this worker on its node.
+        rank: Number of this worker in its group. Ray nodes of one machine share its memory, so its number on its node would not be unique.
         every_steps: Number of steps between snapshots. By default, it is the smallest at which snapshots cost at most COST.
         most_steps: Maximum number of steps between snapshots, whatever they cost.
     """
@@ -44,12 +44,12 @@ class SnapshotWriter:
         folder: Path,
         plan_digest: str,
         attempt: int = 0,
-        local_rank: int = 0,
+        rank: int = 0,
         every_steps: int | None = None,
         most_steps: float = math.inf,
     ):
         self._folder = folder
-        self.own = folder / str(attempt) / str(local_rank)
+        self.own = folder / str(attempt) / str(rank)
         """Folder of the slots of this rank."""
         self._plan_digest = plan_digest
         self._attempt = attempt
@@ -173,6 +173,14 @@ class SnapshotWriter:
         for folder in (self.own, self.own.parent):
             with suppress(OSError):  # there is another snapshot in it
                 folder.rmdir()
+
+    def delete_own(self) -> None:
+        """Stop taking snapshots, and free the memory of those of this rank and of former attempts."""
+        self.close()
+        shutil.rmtree(self.own, ignore_errors=True)
+        with suppress(OSError):  # other ranks still take snapshots, or there is none
+            delete_former_attempts(self.own.parent)
+            self.own.parent.rmdir()
 
     def delete(self) -> None:
         """Stop taking snapshots, and free the memory of all snapshots of the run on this node."""

@@ -9,7 +9,7 @@ RUNS_VARIABLE = "UNDULA_RUNS"
 TENSORBOARD, TRACKERS = "tensorboard", "trackers"
 """Folders in a run directory for the files of TensorBoard and of other trackers."""
 MEMORY = Path(os.environ.get("UNDULA_MEMORY", "/dev/shm"))
-"""In-memory file system in which a node keeps its snapshots. If several nodes share a machine, each has its own folder."""
+"""In-memory file system in which a node keeps its snapshots. Nodes of one machine may share it."""
 FREE_SHARE = 0.5
 """Maximum share of the free memory of a node that snapshots, or replicas on the head, may take."""
 

@@ -113,7 +113,7 @@ class StateSaver:
         own: Path | None = None
         if every != 0:
             folder, most = folder_of(setup.job.run_url, setup.job.run_id), UPDATES if records else math.inf
-            writer = SnapshotWriter(folder, setup.plan_digest, setup.attempt, setup.layout.local_rank, every, most)
+            writer = SnapshotWriter(folder, setup.plan_digest, setup.attempt, setup.layout.rank, every, most)
             own = writer.own if every is None or every <= len(UPDATE_SLOTS) else None
         if records:
             self.updates = UpdateLog(

@@ -62,22 +62,26 @@ def node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Node:
 
 
 class Group:
-    """Ranks of a sharded model that all run on one node, in this process."""
+    """Ranks of a sharded model that all run on one node, or ranks with the whole model on Ray nodes of one machine, in this process."""
 
-    def __init__(self, node: Node, attempt: int, ranks: int, pages: int, run: str = "run"):
+    def __init__(self, node: Node, attempt: int, ranks: int, pages: int, run: str = "run", is_whole: bool = False):
         layout = join_layout(0, 1, torch.device("cpu"))
+        self.is_whole = is_whole
         self.folder = node.folder / run
         self.worker = WorkerState()
         self.ranks = [self._rank(layout, attempt, rank, ranks, pages) for rank in range(ranks)]
         self.warnings: list[str] = []
 
     def _rank(self, layout: Layout, attempt: int, rank: int, ranks: int, pages: int) -> RankSnapshots:
-        size = pages * PAGE // ranks
-        whole = (max(ranks, 2) * size,)  # with one rank, another node has the other half
-        piece = Piece(torch.full((size,), attempt, dtype=torch.uint8), whole, (rank * size,), is_replicated=False)
-        live: Any = SimpleNamespace(held=lambda: RankState({"w": piece}, {}), copies=lambda held: {}, is_whole=False)
+        size = pages * PAGE if self.is_whole else pages * PAGE // ranks
+        whole = (size if self.is_whole else max(ranks, 2) * size,)  # with one rank, another node has the other half
+        start = 0 if self.is_whole else rank * size
+        piece = Piece(torch.full((size,), attempt, dtype=torch.uint8), whole, (start,), is_replicated=self.is_whole)
+        state = RankState({"w": piece}, {})
+        live: Any = SimpleNamespace(held=lambda: state, copies=lambda held: {}, is_whole=self.is_whole)
         writer = SnapshotWriter(self.folder, "plan", attempt, rank, 1)
-        return RankSnapshots(live, writer, None, replace(layout, rank=rank, local_rank=rank), self.worker)
+        local_rank = 0 if self.is_whole else rank
+        return RankSnapshots(live, writer, None, replace(layout, rank=rank, local_rank=local_rank), self.worker)
 
     def step(self, *steps: int) -> "Group":
         """Commit steps, and take a snapshot of each."""
@@ -203,3 +207,14 @@ def test_a_process_of_a_former_attempt_cannot_change_the_snapshots_of_the_new_on
     late.step(4, 5)
     assert states(group.folder) == [(2, 2), (2, 3)]
     assert len(late.warnings) == 2
+
+
+def test_a_ray_node_without_room_leaves_the_snapshots_of_another_one_on_its_machine(node: Node) -> None:
+    group = Group(node, 1, ranks=2, pages=20, is_whole=True)  # the slots of one rank fit
+    group.step(1, 2, 3)
+    assert len(group.warnings) == 1
+    group.save(3)
+    group.step(4, 5)
+    group.end()
+    assert states(group.folder) == [(1, 4), (1, 5)]
+    assert taken(node.folder) == 40 * PAGE

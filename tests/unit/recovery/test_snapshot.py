@@ -223,10 +223,10 @@ def test_a_snapshot_that_is_being_sent_does_not_change_when_the_layout_does(tmp_
 
 def test_the_memory_of_old_runs_is_freed_and_that_of_this_run_is_kept(tmp_path: Path) -> None:
     folder = tmp_path / "undula-0"
-    take(SnapshotWriter(folder / "own", "plan", local_rank=3), 1)
+    take(SnapshotWriter(folder / "own", "plan", rank=3), 1)
     for run in ("old", "recent"):
-        for local_rank in range(2):
-            take(SnapshotWriter(folder / run, "plan", local_rank=local_rank), 1)
+        for rank in range(2):
+            take(SnapshotWriter(folder / run, "plan", rank=rank), 1)
     for slot in [*folder.glob("own/*/3/*"), *folder.glob("old/*/*/*"), *folder.glob("recent/*/1/*")]:
         os.utime(slot, (0, 0))
     writer = SnapshotWriter(folder / "own", "plan")
