@@ -1,6 +1,7 @@
 """Ray cluster on this machine that exists during a `with` block. It has its own token, and its files are deleted at the end."""
 
 import ctypes
+import logging
 import os
 import secrets
 import shutil
@@ -20,10 +21,13 @@ from pathlib import Path
 import psutil
 
 from undula.errors import ClusterError
-from undula.state.processes import end_group, is_alive
+from undula.state.processes import descendants, end_group, is_alive
 
 DEFAULT_DASHBOARD = "http://127.0.0.1:8265"
-START_TIMEOUT_S = 180.0
+START_TIMEOUT_S = 900
+"""Maximum seconds for which a cluster whose processes are alive may start. A busy machine needs minutes."""
+SLOW_START_S = 30.0
+"""Seconds after which a warning says that the cluster still starts."""
 STOP_TIMEOUT_S = 3.0  # a raylet with detached actors would wait far longer, for no benefit
 PORTS = range(20_000, 32_768)
 """Ports for processes of a cluster. Ray gives its workers lower ones, and Linux gives higher ones to outgoing connections."""
@@ -31,7 +35,12 @@ MOST_BASE = 20
 """Maximum length of the path of the folder for temporary files. With 24, the paths of Ray's sockets exceed the limit of 107 bytes."""
 PROXIES = ("http_proxy", "HTTP_PROXY", "https_proxy", "HTTPS_PROXY", "all_proxy", "ALL_PROXY")
 STARTS = "UNDULA_CLUSTER_STARTS"
-"""Environment variable of a process that is to wait for its cluster, which was started with it."""
+"""Environment variable of a process that was started with its cluster: the path of the raylet's socket, for which it is to wait."""
+AGENTS = ("dashboard-agent-grpc", "metrics-export", "runtime-env-agent")
+"""Agents of a node that do not choose their ports, as options of `ray start` name them. The raylet of Ray 2.60 waits for the files in which
+agents write the ports that they have chosen, and ends if they have not started after 15 s, as on a busy machine."""
+NO_PORT = "-1"
+"""Content of such a file of an agent that does not listen."""
 _PR_SET_PDEATHSIG = 1
 
 
@@ -51,6 +60,11 @@ class LocalCluster:
     """Path of the interpreter of the cluster and its jobs."""
     folder: Path
     """Folder of the cluster's sockets, logs and token."""
+
+    @property
+    def raylet_socket(self) -> Path:
+        """Path of the raylet's socket, which exists once the node can run tasks."""
+        return self.folder / "session_latest" / "sockets" / "raylet"
 
 
 @contextmanager
@@ -74,7 +88,7 @@ def local_cluster(
         ClusterError: The cluster did not start.
     """
     with starting_cluster(num_cpus, env, python, object_store_bytes, autoscaling) as cluster:
-        await_start(cluster, lambda: job_api_answers(cluster.dashboard))
+        await_start(cluster, lambda: agent_listens(cluster) and job_api_answers(cluster.dashboard))
         yield cluster
 
 
@@ -95,6 +109,7 @@ def starting_cluster(
     token = folder / "token"
     token.touch(mode=0o600)
     token.write_text(secrets.token_hex(32))
+    (folder / "no-port").write_text(NO_PORT)
     auth = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(token)}
     gcs, dashboard = free_ports(2)
     options = [] if object_store_bytes is None else [f"--object-store-memory={object_store_bytes}"]
@@ -107,6 +122,8 @@ def starting_cluster(
         # Read tasks repeatedly allocate tens of MiB. By default, Arrow's allocator returns freed memory, which causes page faults.
         "MIMALLOC_PURGE_DELAY": "10000",
         "RAY_prestart_worker_first_driver": "0",  # prestarted processes do not have a job's runtime environment
+        **dict.fromkeys(("RAY_raylet_start_wait_time_s", "RAY_DASHBOARD_STARTUP_TIMEOUT_S"), f"{START_TIMEOUT_S}"),
+        "RAY_agent_register_timeout_ms": f"{START_TIMEOUT_S}000",
     }
     ask_this_machine_directly()
     # The order of a set of texts is then the same in the driver and in workers, which may make a dataset in such an order.
@@ -153,11 +170,12 @@ def short_folder(prefix: str) -> Path:
 
 
 def _ray_start(python: str, num_cpus: int, folder: Path, gcs_port: int, options: Sequence[str]) -> list[str]:
-    (client,) = free_ports(1)
+    client, *agents = free_ports(1 + len(AGENTS))
     return [
         *(python, "-m", "ray.scripts.scripts", "start", "--head", "--block", "--disable-usage-stats"),
         *("--include-log-monitor=False", f"--num-cpus={num_cpus}", f"--temp-dir={folder}"),
         *("--node-ip-address=127.0.0.1", f"--port={gcs_port}"),
+        *(f"--{agent}-port={port}" for agent, port in zip(AGENTS, agents, strict=True)),
         # A port that is chosen here could be taken before the agent listens, which then accepts no job and does not say so.
         *(f"--ray-client-server-port={client}", "--dashboard-agent-listen-port=0", *options),
     ]
@@ -193,26 +211,52 @@ def await_start(cluster: LocalCluster, has_started: Callable[[], bool]) -> None:
     """Wait until a cluster has started.
 
     Raises:
-        ClusterError: The cluster has ended, or has not started within START_TIMEOUT_S.
+        ClusterError: A process of the cluster has ended, or it has not started within START_TIMEOUT_S.
     """
-    deadline = time.monotonic() + START_TIMEOUT_S
+    began = looked = time.monotonic()
+    is_slow = False
     while not has_started():
-        has_ended = not is_alive(cluster.process)
-        if has_ended or time.monotonic() > deadline:
-            what = "ended while it started" if has_ended else f"did not start within {START_TIMEOUT_S:.0f} s"
-            log = (cluster.folder / "start.log").read_text()
-            raise ClusterError(f"the local Ray cluster {what}: {' '.join(log.split())[-1000:]}")
+        agent_listens(cluster)
+        if (now := time.monotonic()) > looked + 1.0 or not is_alive(cluster.process):
+            looked, problem = now, _problem_of_start(cluster, now - began)
+            if problem:
+                log = (cluster.folder / "start.log").read_text()
+                raise ClusterError(f"the local Ray cluster {problem}: {' '.join(log.split())[-1000:]}")
+        if now > began + SLOW_START_S and not is_slow:
+            is_slow = True
+            logging.getLogger("undula").warning("the local Ray cluster still starts; is this machine busy?")
         time.sleep(0.1)
 
 
-def head_answers(address: str) -> bool:
-    """Return whether a process listens at the address of a cluster's head, HOST:PORT."""
-    host, _, port = address.rpartition(":")
-    try:
-        socket.create_connection((host, int(port)), timeout=2).close()
-    except OSError:
-        return False
-    return True
+def _problem_of_start(cluster: LocalCluster, seconds: float) -> str | None:
+    """Return why a cluster that has not started for some seconds will not start; None if it may."""
+    if not is_alive(cluster.process):
+        return "ended while it started"
+    if any(not is_alive(process) for process in descendants(cluster.process) if _name(process) == "raylet"):
+        return "lost its raylet while it started"  # `ray start` would wait for it
+    return f"did not start within {START_TIMEOUT_S} s" if seconds > START_TIMEOUT_S else None
+
+
+def agent_listens(cluster: LocalCluster) -> bool:
+    """Return whether the agent that runs jobs listens. The first call lets the raylet start without it.
+
+    This agent has to choose its port itself, so the raylet would wait for it, and end after 15 s. The raylet does not need the port.
+    """
+    for gcs in (cluster.folder / "session_latest").glob(
+        "gcs_server_port_*"
+    ):  # the node's id is in the names of these files
+        file = gcs.with_name(gcs.name.replace("gcs_server", "dashboard_agent_listen"))
+        with suppress(FileExistsError):
+            os.link(cluster.folder / "no-port", file)
+        return file.read_text() != NO_PORT
+    return False
+
+
+def _name(process: psutil.Process) -> str:
+    """Return the name of a process; empty if it has ended and its parent has waited for it."""
+    with suppress(psutil.NoSuchProcess):
+        return str(process.name())
+    return ""
 
 
 def before_exec() -> None:

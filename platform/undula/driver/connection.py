@@ -14,7 +14,7 @@ from pathlib import Path
 
 import ray
 
-from undula.cluster.local import STARTS, head_answers
+from undula.cluster.local import STARTS
 from undula.data.script.pickling import modules_of, pickle_modules_by_name
 from undula.elastic.ray import private_environment
 from undula.elastic.ray.ray_logging import stop_error_messages
@@ -49,7 +49,7 @@ def connected() -> Iterator[None]:
                 "--address http://HOST:8265`, or set RAY_ADDRESS to HOST:6379 on a node of the cluster"
             )
         try:
-            _await_start(address)
+            _await_start()
             if re.fullmatch(r"[^/]+:\d+", address):  # Ray's own attempts would take a minute
                 socket.create_connection(address.rsplit(":", 1), timeout=CONNECT_TIMEOUT_S).close()  # type: ignore[arg-type]
             with private_environment.passed_on() as variables:
@@ -78,10 +78,13 @@ def connected() -> Iterator[None]:
             ray.shutdown()  # Ray's own shutdown at exit would wait half a second for logs
 
 
-def _await_start(address: str) -> None:
-    """Wait for a cluster that was started with this process, which is ended if the cluster does not start."""
-    if os.environ.pop(STARTS, None):
-        while not head_answers(address):
+def _await_start() -> None:
+    """Wait for a cluster that was started with this process, which is ended if the cluster does not start.
+
+    Ray's own attempts end after a minute.
+    """
+    if raylet := os.environ.pop(STARTS, None):
+        while not Path(raylet).exists():
             time.sleep(POLL_S)
 
 

@@ -18,7 +18,6 @@ from undula.cluster.local import (
     LocalCluster,
     await_start,
     before_exec,
-    head_answers,
     short_folder,
     starting_cluster,
 )
@@ -77,7 +76,7 @@ def run_on_own_cluster(
         starting_cluster(num_cpus, {**early, **path, MODULES: ",".join(FORKED)}, python, accepts_jobs=False) as cluster,
         _started(script, arguments, cluster, {**variables, **path, **names_of(variables)}) as process,
     ):
-        await_start(cluster, lambda: process.poll() is not None or head_answers(cluster.address))
+        await_start(cluster, lambda: process.poll() is not None or cluster.raylet_socket.exists())
         assert process.stdout is not None
         try:
             for line in process.stdout:
@@ -122,7 +121,7 @@ def _started(
     script: Path, arguments: Sequence[str], cluster: LocalCluster, env: Mapping[str, str]
 ) -> "Iterator[subprocess.Popen[bytes]]":
     """Start a script, which ends with the block at the latest."""
-    own = {"RAY_ADDRESS": cluster.address, STARTS: "1", "PYTHONHASHSEED": "0"}
+    own = {"RAY_ADDRESS": cluster.address, STARTS: str(cluster.raylet_socket), "PYTHONHASHSEED": "0"}
     if cluster.python != sys.executable:
         listens = socket_of(cluster.python, cluster.process.pid)
         await_start(cluster, listens.exists)
