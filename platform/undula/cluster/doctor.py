@@ -212,8 +212,10 @@ def _failed_all_reduce(facts: Facts) -> Problems:
     if result and result.problems:
         id, problem = next(iter(result.problems.items()))
         group = f"an all-reduce of {len(result.nodes)} nodes with {result.backend} failed ({facts.node(id).name}: {problem})"
-        interface = "NCCL_SOCKET_IFNAME" if result.backend == "nccl" else "GLOO_SOCKET_IFNAME"
-        yield "fail", f"{group}; {OPEN_PORTS}, and if they have several networks, set the interface in {interface}"
+        yield (
+            "fail",
+            f"{group}; {OPEN_PORTS}, and if they have several networks, choose one with `ray start --node-ip-address`",
+        )
 
 
 def _all_reduce(facts: Facts) -> str:

@@ -127,7 +127,9 @@ class Probe:
     ) -> tuple[float, float]:
         """Take part in an all-reduce and return the time in seconds for one number, and the rate in bytes per second."""
         from undula.cluster.worker_check import time_all_reduce
+        from undula.elastic.network import node_address, use_interface
 
+        use_interface(None, node_address())
         return time_all_reduce(backend, address, port, rank, world_size, timeout_s)
 
 

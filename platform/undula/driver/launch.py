@@ -48,7 +48,7 @@ def launch(
         case "ray":
             trainer = ray_trainer(worker, spec.workers, store, on_event)
         case "undula":
-            prepare = partial(prepare_worker, spec.job, publish)
+            prepare = partial(prepare_worker, spec.job, publish, spec.workers.interfaces)
             trainer = elastic_trainer(
                 worker,
                 spec.horovod,

@@ -15,6 +15,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from undula.cluster.examine import connect
 from undula.cluster.probe import Probe
+from undula.elastic.network import node_address, use_interface
 from undula.elastic.pure.nodes import workers_that_fit
 from undula.elastic.ray.environment import variables_of_worker
 from undula.elastic.ray.gpus import reserved_device
@@ -53,11 +54,11 @@ class Gauge:
 
     def address(self) -> tuple[str, int]:
         """Return an address of this node at which others can meet."""
-        address: str = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
-        return address, Probe().free_port()
+        return node_address(), Probe().free_port()
 
     def message_s(self, address: str, port: int, rank: int) -> list[float]:
         """Return the durations of messages of SIZES, as `message_seconds` does."""
+        use_interface(None, node_address())
         return message_seconds(reserved_device(), address, port, rank)
 
 

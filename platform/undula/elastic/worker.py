@@ -3,7 +3,7 @@
 import os
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -17,6 +17,7 @@ import torch
 from undula.data.script.loader_processes import start_fork_server
 from undula.data.stored.mixture import load_data
 from undula.data.stored.reader import stored_reader
+from undula.elastic.network import node_address, use_interface
 from undula.elastic.ray.actor import worker_state
 from undula.elastic.ray.gpus import reserved_device
 from undula.errors import ClusterError, StorageError, UndulaError, UsageError
@@ -124,8 +125,14 @@ def _execute(script: ScriptFile) -> None:
         script.make_ready()
 
 
-def prepare_worker(job: Job, publish: Publisher) -> None:
-    """Prepare a worker's process for a job before it computes anything."""
+def prepare_worker(job: Job, publish: Publisher, interfaces: Sequence[str] | None = None) -> None:
+    """Prepare a worker's process for a job before it computes anything.
+
+    Raises:
+        ClusterError: The node has none of the network interfaces that the job names.
+    """
+    if interfaces:
+        use_interface(interfaces, node_address())
     fix_threads()
     if job.deterministic:
         compute_deterministically()

@@ -145,7 +145,7 @@ def test_a_healthy_cluster_passes_every_check() -> None:
         (gpu("a matrix product has a wrong result"), "gpus", "fail", ["GPU 0, L4 of 10.0.0.2", "terminate the machine"]),
         (gpu("its memory is full", is_full=True), "gpus", "warn", ["was not tested"]),
         (replace(HEALTHY, all_reduce=AllReduce((SPOT.id, ON_DEMAND.id), "gloo", problems={SPOT.id: "RuntimeError: timed out"})),
-         "all-reduce", "fail", ["2 nodes with gloo failed", "10.0.0.2", "security group", "GLOO_SOCKET_IFNAME"]),
+         "all-reduce", "fail", ["2 nodes with gloo failed", "10.0.0.2", "security group", "--node-ip-address"]),
         (stored(Stored(problem="cannot write /home/ubuntu/runs/x: Permission denied")), "storage", "fail",
          ["10.0.0.2", "Permission denied", "set --runs to a folder"]),
         (stored(Stored(problem="cannot write s3://bucket/runs/x: denied"), "s3://bucket/runs"), "storage", "fail", ["instance profile"]),

@@ -16,6 +16,10 @@ CPU_CYCLE_TIME_MS = 5
 Gpus: TypeAlias = Annotated[float, Ge(0)] | Literal["auto"]
 
 
+def _as_tuple(value: Any) -> Any:
+    return tuple(sorted(value)) if isinstance(value, set | frozenset) else value
+
+
 @checked_dataclass(frozen=True, config=STRICT)
 class WorkersSpec:
     """Number of workers and resources of each worker."""
@@ -42,6 +46,10 @@ class WorkersSpec:
     than a step: starting, waiting for samples or a snapshot, validating, saving, the optimizer's step, and computing with batches of a
     shape that the group has not had before. Large checkpoints and states extend it. Once a worker has counted as hung, the default follows
     the longest step since, so that steps which take long now and then cost a worker once at most."""
+    interfaces: Annotated[tuple[str, ...], BeforeValidator(_as_tuple)] | None = None
+    """Names of network interfaces for what workers exchange. On each node, gloo (GLOO_SOCKET_IFNAME) and Horovod use the first of them
+    that the node has, and NCCL all of them (NCCL_SOCKET_IFNAME). By default, unless these environment variables are set, a node uses the
+    interface with the address under which Ray knows it, which `ray start --node-ip-address` chooses for Ray itself."""
     check_memory: bool = True
     """Whether a step is counted as `undula plan` does, before a worker starts on a GPU, and the job is refused if the step would not fit
     into the memory of the smallest GPU that a worker can get, by more than the error of the count. The script runs once more up to its
@@ -94,10 +102,6 @@ def _problem_of_gpus(gpus: Gpus, max_workers: int) -> str | None:
     return None
 
 
-def _as_tuple(value: Any) -> Any:
-    return tuple(sorted(value)) if isinstance(value, set | frozenset) else value
-
-
 @checked_dataclass(frozen=True, config=STRICT)
 class HorovodSpec:
     """Settings of Horovod's rendezvous and gradient exchange.
@@ -107,8 +111,8 @@ class HorovodSpec:
     """
 
     nics: Annotated[tuple[str, ...], BeforeValidator(_as_tuple)] | None = None
-    """Names of network interfaces. Each node uses the first of them that it has (HOROVOD_GLOO_IFACE); NCCL gets all of them
-    (NCCL_SOCKET_IFNAME). By default, a node uses the interface with the address under which Ray knows the node."""
+    """Names of network interfaces for Horovod only. Each node uses the first of them that it has (HOROVOD_GLOO_IFACE); NCCL gets all of
+    them (NCCL_SOCKET_IFNAME). By default, a node uses the interface of workers.interfaces."""
     timeout_s: Annotated[int, Gt(0)] = 30
     """Maximum seconds for which Horovod waits for a process that does not answer, in the rendezvous and in a collective
     (HOROVOD_GLOO_TIMEOUT_SECONDS). A rank that computes does answer, however long it takes. Ranks do not wait for a rank that is known

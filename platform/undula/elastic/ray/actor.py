@@ -24,6 +24,7 @@ from ray.train.v2._internal.util import ObjectRefWrapper
 from ray.train.v2.api.preemption import PreemptionInfo
 
 from undula.data.script.pickling import dumps
+from undula.elastic.network import node_address, use_interface
 from undula.elastic.pure.deadlock import CollectiveWait
 from undula.elastic.ray.gpus import refuse_unseen_gpus, reserved_device
 from undula.elastic.sockets import cut_connections, cut_sockets, listening_ports
@@ -139,6 +140,7 @@ class ElasticWorker(RayTrainWorker):
             refuse_unseen_gpus()
             if prepare:  # before the script is imported, because it decides how torch computes
                 prepare()
+            use_interface(None, node_address())
             train_fn = train_fn_ref.get()
             self._execute_script = getattr(inspect.unwrap(train_fn), "execute_script", None)
             if self._execute_script:
@@ -250,7 +252,7 @@ class ElasticWorker(RayTrainWorker):
     def serve_parts(self) -> PartAddress:
         """Serve parts of the state that this process holds, until it joins a group. Return where."""
         if self._parts is None:
-            self._parts = PartServer(ray.util.get_node_ip_address(), self._held_states)  # type: ignore[no-untyped-call]
+            self._parts = PartServer(node_address(), self._held_states)
         return self._parts.address
 
     def _held_states(self) -> list[RankState]:
@@ -326,7 +328,7 @@ def abort_collectives(state: WorkerState) -> None:
 
 def name_of_node() -> str:
     """Return the address and the short id of this node, as `ray list nodes` shows them."""
-    return f"{ray.util.get_node_ip_address()} ({ray.get_runtime_context().get_node_id()[:8]})"  # type: ignore[no-untyped-call]
+    return f"{node_address()} ({ray.get_runtime_context().get_node_id()[:8]})"
 
 
 def resident_memory() -> int:

@@ -16,7 +16,8 @@ from ray.train.torch.config import _set_torch_distributed_env_vars, _TorchBacken
 from ray.train.v2._internal.execution.context import get_train_context
 from torch._C._distributed_c10d import HashStore, TCPStore
 
-from undula.elastic.ray.actor import worker_state
+from undula.elastic.network import check_connection
+from undula.elastic.ray.actor import name_of_node, worker_state
 
 RENDEZVOUS_TIMEOUT_S = 10.0
 """Maximum seconds for which a rank waits until all ranks have joined."""
@@ -76,6 +77,8 @@ class InProcessGroup(AbstractContextManager[None]):
         try:
             # A single rank needs no server, which would take 15 ms to start.
             store = HashStore() if world_size == 1 else _rendezvous.store(rank, world_size)
+            if world_size > 1:  # gloo's own connections would be tried until the limit of a collective
+                check_connection(store, rank, world_size, name_of_node())
             timeout = timedelta(seconds=_rendezvous.timeout_s)
             dist.init_process_group(_rendezvous.backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
             store.set_timeout(timeout)  # ranks may come far apart to the first collective of NCCL, which uses the store

@@ -14,6 +14,7 @@ import ray.train
 from ray.train.backend import BackendConfig
 from ray.train.torch import TorchConfig
 
+from undula.elastic.network import GLOO, NCCL, Interfaces, first_of, node_address
 from undula.elastic.pure.spec import HorovodSpec
 from undula.elastic.ray.actor import worker_state
 from undula.elastic.ray.backend import ElasticTorchBackend, InProcessGroup
@@ -80,11 +81,6 @@ class ElasticHorovodBackend(ElasticTorchBackend):
         worker_group.execute(use_variables, [{**common, **place} for place in places(hosts)], backend_config.spec.nics)
 
 
-def node_address() -> str:
-    """Return the address under which Ray knows this node."""
-    return str(ray.util.get_node_ip_address())  # type: ignore[no-untyped-call]
-
-
 def places(hosts: Sequence[str]) -> list[dict[str, str]]:
     """Return the environment variables with the position of each rank, given the host of each rank.
 
@@ -111,24 +107,26 @@ def places(hosts: Sequence[str]) -> list[dict[str, str]]:
 def use_variables(by_rank: Sequence[dict[str, str]], nics: Sequence[str] | None) -> None:
     """Set the environment variables of each rank for the next group. This function runs in each worker before its train function."""
     global _variables
-    interface = interface_of(node_address(), nics, psutil.net_if_addrs())
+    interface = interface_of(nics, psutil.net_if_addrs())
     _variables = [{**variables, "HOROVOD_GLOO_IFACE": interface} for variables in by_rank]
     if nics:
-        os.environ["NCCL_SOCKET_IFNAME"] = ",".join(nics)
+        os.environ[NCCL] = ",".join(nics)
 
 
-def interface_of(address: str, nics: Sequence[str] | None, here: dict[str, Any]) -> str:
-    """Return the network interface to use: the first of `nics` that this node has or, without `nics`, the one with this address.
+def interface_of(nics: Sequence[str] | None, here: Interfaces) -> str:
+    """Return the network interface to use: the first of `nics` that this node has or, without `nics`, that of gloo.
 
     Raises:
         ClusterError: This node has no such interface.
     """
-    names = [name for name in nics or () if name in here]
-    names += [name for name, all_of in here.items() if not nics and address in [own.address for own in all_of]]
-    if not names:
-        missing = f"none of {', '.join(nics)}" if nics else f"no network interface with the address {address}"
-        raise ClusterError(f"this node has {missing}; set horovod.nics to one of {', '.join(sorted(here))}")
-    return names[0]
+    if nics:
+        return first_of(nics, "horovod.nics", here)
+    if chosen := os.environ.get(GLOO):
+        return chosen.partition(",")[0]
+    raise ClusterError(
+        f"Ray knows this node under {node_address()}, which is the address of none of its network interfaces; set workers.interfaces to "
+        f"interfaces that connect all nodes (here: {', '.join(sorted(here))})"
+    )
 
 
 class InHorovodGroup(InProcessGroup):
