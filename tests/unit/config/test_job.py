@@ -432,3 +432,10 @@ def test_a_job_of_a_version_without_a_key_resumes_unless_the_key_is_set(load: Lo
         0,
         2,
     )
+
+
+def test_names_of_network_interfaces_are_lists(load: Callable[..., LoadedSpec]) -> None:
+    spec = load("workers: {interfaces: [ib1, ib0]}\nengine: horovod\nhorovod: {nics: [eth1, eth0]}\n").spec
+    assert spec.workers.interfaces == ("ib1", "ib0")
+    assert spec.horovod is not None
+    assert spec.horovod.nics == ("eth1", "eth0")

@@ -17,7 +17,10 @@ Gpus: TypeAlias = Annotated[float, Ge(0)] | Literal["auto"]
 
 
 def _as_tuple(value: Any) -> Any:
-    return tuple(sorted(value)) if isinstance(value, set | frozenset) else value
+    """Return a list of YAML, or a set that an old script passes, as a tuple, because job files are checked strictly."""
+    if isinstance(value, set | frozenset):
+        return tuple(sorted(value))
+    return tuple(value) if isinstance(value, list) else value
 
 
 @checked_dataclass(frozen=True, config=STRICT)
