@@ -99,7 +99,7 @@ ALLOWED: Mapping[str, Mapping[str, str]] = {
         "torch.ops.aten._local_scalar_dense": "parallel.sharded_numbers train.dry_run.storages",
         "torch.utils._python_dispatch": "parallel.materialize parallel.selective train.dry_run.count train.dry_run.fakes "
         "train.dry_run.storages",
-        "torch.utils._pytree": "adapters.gathered adapters.lightning.fit adapters.transformers.trainer parallel.materialize "
+        "torch.utils._pytree": "adapters.gathered adapters.lightning.fit adapters.transformers.library parallel.materialize "
         "parallel.precision parallel.recompute parallel.selective train.dry_run.storages train.dry_run.unit_marks train.open_gradients",
     },
     "transformers 5.24": {

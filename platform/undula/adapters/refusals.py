@@ -165,6 +165,9 @@ LIGHTNING_METHODS: Mapping[str, str] = {
 }
 """Methods of Lightning's Trainer, and an argument of its `fit`."""
 _OF_LIBRARIES: Mapping[str, str] = {
+    "GatheredNumber": "a number of what accelerator.gather() returned in a training step is used where it would lose that it may not "
+    "become a part of the loss; compute the loss from the batch alone, or with num_items_in_batch, which compute_loss() gets for the "
+    "whole step, and log the number as it is",
     "initialize the accelerate state": "the script uses accelerate.logging.get_logger() or another part of Accelerate that needs "
     "Accelerate's own Accelerator; log with logging.getLogger(__name__), and use what undula.adapters.accelerate has",
     "support bf16": "TrainingArguments.bf16 is refused on this machine, whose GPU cannot do it; leave it out, and set "
@@ -189,7 +192,7 @@ def explained() -> Iterator[None]:
         yield
     except Exception as error:
         for part, sentence in _OF_LIBRARIES.items():
-            if part in str(error) and isinstance(error, RuntimeError | ValueError):
+            if part in str(error) and isinstance(error, RuntimeError | TypeError | ValueError):
                 raise UsageError(sentence) from error
         if refusal := refusal_of(error):
             raise refusal from error

@@ -133,9 +133,8 @@ class ScriptCollectives:
         if begun_collectives() - self._own() != self._before:
             raise UsageError(
                 f"the script has begun a collective of torch.distributed in a batch of {work}, such as dist.all_reduce in the model's "
-                "forward pass or full_tensor(), but the number of workers decides which batches they have, so that the result would depend "
-                "on it; "
-                f"{instead}"
+                "forward pass, full_tensor(), or compute() of a metric of torchmetrics, but the number of workers decides which batches "
+                f"they have, so that the result would depend on it; {instead}"
             )
 
 

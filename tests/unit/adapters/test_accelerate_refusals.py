@@ -54,7 +54,7 @@ def clips_by_torch(accelerator: Any, model: nn.Module) -> None:
 @pytest.mark.parametrize(
     ("loop", "sentence"),
     [
-        (changed("in_step", lambda it, _: it.gather(torch.ones(1))), "accelerator.gather() was used in an open step, in which"),
+        (changed("in_step", lambda it, _: it.gather(torch.ones(1))), "accelerator.gather() was used for a batch of the training"),
         (changed("after_epoch", lambda it, *_: it.gather_for_metrics(torch.ones(1))), "accelerator.gather_for_metrics() was called out"),
         (changed("after_epoch", iterates), "accelerator.backward() was called outside of a step"),
         (changed("after_epoch", changes_the_rate), "the script changed the learning rate of parameter group 0 from 0.1 to 0.05"),

@@ -55,12 +55,12 @@ class Processes:
         return kind if self.num_processes > 1 else DistributedType.NO
 
     def gather(self, tensor: Any) -> Any:
-        """Return the tensors of all ranks as one, along their first dimension. All ranks call this between two steps.
+        """Return the tensors of all ranks as one, along their first dimension. All ranks call this in an evaluation or after an epoch.
 
         Raises:
-            UsageError: A step is open, in which ranks have different numbers of batches.
+            UsageError: It is called for a batch of the training, of which ranks have different numbers.
         """
-        run = self._run_between_steps("accelerator.gather()")
+        run = self._run_after_batches("accelerator.gather()")
         return self._on_device(merged(run.gather(_on_host(tensor))))
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
@@ -96,16 +96,16 @@ class Processes:
         return with_tensors(tensor, padded)
 
     def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
-        """Return the sum of the tensors of all ranks. All ranks call this between two steps.
+        """Return the sum of the tensors of all ranks. All ranks call this in an evaluation or after an epoch.
 
         Raises:
-            UsageError: A step is open, or it is not a sum.
+            UsageError: It is called for a batch of the training, or it is not a sum.
         """
         if reduction != "sum":
             raise UsageError(
                 f"accelerator.reduce() got reduction={reduction!r}, but the number of ranks changes; sum the values and a count, and divide"
             )
-        run = self._run_between_steps("accelerator.reduce()")
+        run = self._run_after_batches("accelerator.reduce()")
         parts = merged(run.gather(with_tensors(_on_host(tensor), lambda part: part[None])))
         return with_tensors(parts, lambda part: part.sum(dim=0).to(self.device) * scale)
 
@@ -185,12 +185,21 @@ class Processes:
             )
         return self._steps
 
+    def _run_after_batches(self, call: str) -> Run:
+        """Return the run, unless the call is about a batch of the training, of which some ranks have more than others."""
+        if not self._evaluations and self._begun(call).is_in_batch:
+            raise UsageError(
+                f"{call} was used for a batch of the training, but the number of workers decides which batches each has; for a loss in the "
+                "log, call accelerator.log({'loss': loss}) before optimizer.step(), which takes the mean over all samples, and use "
+                f"{call} in an evaluation or after the loop over the training DataLoader"
+            )
+        return self._run_between_steps(call)
+
     def _run_between_steps(self, call: str) -> Run:
         if self._begun(call).step is not None:
             raise UsageError(
-                f"{call} was used in an open step, in which ranks have different numbers of batches; for a loss in the log, call "
-                "accelerator.log({'loss': loss}) before optimizer.step(), which takes the mean over all samples; use the others after "
-                "optimizer.step() if accelerator.sync_gradients, or after the loop over the training DataLoader"
+                f"{call} was used in an open step, in which ranks have different numbers of batches; use it after optimizer.step() if "
+                "accelerator.sync_gradients, or after the loop over the training DataLoader"
             )
         assert self._run is not None
         return self._run

@@ -81,6 +81,11 @@ class Steps:
         self._has_asked = True
         return self.step is None or self.step.is_last
 
+    @property
+    def is_in_batch(self) -> bool:
+        """Whether the script works on a batch of the training, also after optimizer.step()."""
+        return self.step is not None or self._is_after or self._is_repeating
+
     def epochs(self, is_unfinished: bool) -> range:
         """Return the epochs that are left.
 

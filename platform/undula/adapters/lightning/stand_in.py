@@ -182,6 +182,13 @@ class _Strategy:
             f"self.trainer.strategy.{name} was read, but a run has no strategy of Lightning: ranks come and go between steps; remove it"
         )
 
+    def all_gather(self, *_: Any, **__: Any) -> NoReturn:
+        """Refuse what the module's own `all_gather` calls."""
+        raise UsageError(
+            "self.all_gather() was called, but the number of workers decides which batches each has; compute a loss from its batch alone, "
+            "and give self.log what it shall average over all samples, or a metric of torchmetrics in validation_step"
+        )
+
     def reduce(self, *_: Any, **__: Any) -> NoReturn:
         """Refuse a reduction; `log` takes this function but does not call it."""
         raise UsageError(

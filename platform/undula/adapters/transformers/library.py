@@ -11,10 +11,12 @@ from typing import Any
 import torch
 import transformers
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 from transformers.trainer_callback import ExportableState
 from transformers.trainer_pt_utils import nested_concat
 from transformers.trainer_utils import get_last_checkpoint
 
+from undula.adapters.evaluation import RankBatches
 from undula.adapters.process_state import shared_state
 from undula.adapters.refusals import TRAINER_METHODS, refused_override
 from undula.adapters.script import Place
@@ -26,6 +28,8 @@ LOGGED = ("loss", "train_loss", "grad_norm", "learning_rate", "epoch", "step", "
 """Numbers that Hugging Face's Trainer logs itself."""
 # The process group is the run's, so that the advice to start the script with torch's launcher would mislead.
 logging.getLogger("transformers.training_args").addFilter(lambda record: "ParallelMode" not in record.getMessage())
+IN_EVALUATION = "compute what you need in compute_metrics, and leave get_eval_dataloader() as it is"
+"""What to do instead of collectives of a script in an evaluation."""
 MEASURED = ("_runtime", "_per_second", "_model_preparation_time")
 """Ends of the names of metrics that are durations, which differ from rank to rank."""
 
@@ -44,6 +48,20 @@ class PlannedBatches:
 def joined(parts: Sequence[tuple[Any, int]], batch_size: int) -> Any:
     """Return the results for batches, given with their sizes, as one. Lists with a mapping for each sample are put one after another."""
     return reduce(_two_joined, (_of_samples(part, size, batch_size) for part, size in parts))
+
+
+def gathered_in_evaluation(batches: RankBatches | None, value: Any) -> Any:
+    """Return the tensors of a batch of each rank, joined in the order of the dataset.
+
+    Raises:
+        UsageError: There is no batch of an evaluation.
+    """
+    if batches is None:
+        raise UsageError(
+            f"accelerator.gather() was called outside of a step and of an evaluation of the trainer's own batches; {IN_EVALUATION}"
+        )
+    host = tree_map_only(Tensor, lambda tensor: tensor.detach().cpu(), value)
+    return joined(batches.gathered(host), batches.batch_size)
 
 
 def _of_samples(value: Any, size: int, batch_size: int) -> Any:

@@ -19,14 +19,14 @@ import transformers
 from accelerate.utils import TorchDynamoPlugin
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-from torch.utils._pytree import tree_map_only
 from transformers.trainer_utils import TrainOutput
 
 from undula.adapters.evaluation import RankBatches, kept_loader
-from undula.adapters.gathered import metrics_of_batch, refuse_gathered
+from undula.adapters.gathered import metrics_of_batch, open_batch, plain, refuse_gathered
 from undula.adapters.script import Offer, place
 from undula.adapters.transformers.arguments import job_settings, refuse_unsupported
 from undula.adapters.transformers.library import (
+    IN_EVALUATION,
     LogHistory,
     PlannedBatches,
     check_datasets,
@@ -34,8 +34,8 @@ from undula.adapters.transformers.library import (
     exported_state,
     found_checkpoint,
     gather_root,
+    gathered_in_evaluation,
     is_of_datasets,
-    joined,
     logged_by_script,
     place_process,
     refuse_overrides,
@@ -90,6 +90,10 @@ class ElasticMixin(_Base):  # type: ignore[misc]
         self.accelerator.backward = self._backward
         self.accelerator.gather = self.accelerator.gather_for_metrics = self._gather
         self.gather_function = self._gather
+        self.accelerator.reduce = self._reduce
+        self.accelerator.pad_across_processes = lambda tensor, *_, **__: (
+            tensor
+        )  # what is gathered need not be of one size
         self._weights: WholeWeights | None = None
         self._step: Step | None = None
         self._evaluated: RankBatches | None = None
@@ -198,13 +202,13 @@ class ElasticMixin(_Base):  # type: ignore[misc]
         """Return the tensors of a batch of each rank, joined in the order of the dataset; in a step, those of the batch itself."""
         if self._step is not None:
             return metrics_of_batch(value)
-        if place().run is None or self._evaluated is None:
-            raise UsageError(
-                "accelerator.gather() was called outside of a step and of an evaluation of the trainer's own batches; compute what you "
-                "need in compute_metrics, and leave get_eval_dataloader() as it is"
-            )
-        host = tree_map_only(Tensor, lambda tensor: tensor.detach().cpu(), value)
-        return joined(self._evaluated.gathered(host), self._evaluated.batch_size)
+        return gathered_in_evaluation(self._evaluated if place().run else None, value)
+
+    def _reduce(self, value: Any, *_: Any, **__: Any) -> Any:
+        """Return the tensors of a batch, for metrics of a step."""
+        if self._step is None:
+            raise UsageError(f"accelerator.reduce() was called outside of a step of the trainer; {IN_EVALUATION}")
+        return metrics_of_batch(value)
 
     def _backward(self, loss: Tensor, **_: Any) -> None:
         """Run the backward pass of a micro-batch with its share of the step's loss."""
@@ -312,7 +316,8 @@ class ElasticMixin(_Base):  # type: ignore[misc]
             self.accelerator.gradient_state._set_sync_gradients(is_last)
             if number == 0:
                 self.control = self.callback_handler.on_step_begin(args, self.state, self.control)
-            self.training_step(model, inputs, items)
+            with open_batch():
+                self.training_step(model, inputs, items)
             if not is_last:
                 self.control = self.callback_handler.on_substep_end(args, self.state, self.control)
         norm = step.reduce()
@@ -378,7 +383,7 @@ class ElasticMixin(_Base):  # type: ignore[misc]
     def log(self, *arguments: Any, **more: Any) -> None:
         """Log as Hugging Face's Trainer does. What a script or a library adds to its numbers is recorded in the run as well."""
         known = len(self.state.log_history)
-        super().log(*arguments, **more)
+        super().log(*plain(arguments), **plain(more))
         for entry in self.state.log_history[known:]:
             if (run := place().run) is not None and self._has_begun and (own := logged_by_script(entry)):
                 run.log(own)
@@ -392,7 +397,7 @@ class ElasticMixin(_Base):  # type: ignore[misc]
         """Return the state of the trainer and of its callbacks that belongs to the run's."""
         self._add_step()
         return {
-            "fields": {name: getattr(self.state, name) for name in STATE_FIELDS},
+            "fields": {name: plain(getattr(self.state, name)) for name in STATE_FIELDS},
             "counters": {name: getattr(self, name) for name in COUNTERS},
             "loss": float(self._tr_loss),
             "history": self._history.of(self.state.log_history),
