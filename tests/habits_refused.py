@@ -61,7 +61,7 @@ class Penalty(Habit):
         sum(each.square().sum() for each in self.model.parameters()).backward()  # type: ignore[union-attr]
 
 
-@refused("two calls of `step.backward()` in a batch", "step.backward(loss) was called outside of a batch; call it once")
+@refused("two calls of `step.backward()` in a batch", "was called twice for a batch of step 0; add up the losses")
 class BackwardTwice(Habit):
     def before_backward(self, loss: Tensor) -> None:
         assert self.step is not None

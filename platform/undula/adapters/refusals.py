@@ -234,6 +234,20 @@ def refuse_arguments(
         raise UsageError(". ".join(refused))
 
 
+def refuse_backward(given: Mapping[str, object]) -> None:
+    """Check arguments of `accelerator.backward` beside the loss.
+
+    Raises:
+        UsageError: One would make another gradient.
+    """
+    for name, value in given.items():
+        if name in ("gradient", "inputs", "create_graph") and value is not None and value is not False:
+            raise UsageError(
+                f"accelerator.backward() does not take {name}=; scale the loss itself, freeze other parameters with requires_grad_(False), "
+                "and use torch.autograd.grad() for gradients that are no part of the step"
+            )
+
+
 def refused_override(owner: type, method: str, instead: Mapping[str, str]) -> UsageError:
     """Return the error for a class that overrides a method that a run does not call."""
     return UsageError(f"{owner.__name__} overrides {method}(), which a run does not call; {instead[method]}")

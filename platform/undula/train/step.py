@@ -145,6 +145,9 @@ class Step:
         if begin is None or micro_batch is None:
             raise UsageError(
                 "step.backward(loss) was called outside of a batch; call it once for each batch of step.batches()"
+                if micro_batch is None
+                else f"step.backward(loss), or backward() of an adapter, was called twice for a batch of step {self.index}; add up the "
+                "losses, and call it once for their sum"
             )
         check_loss(loss, share, measures_noise=self._job.noise_every_steps > 0)
         part = micro_batch.samples / self.samples if share is None else share * bool(micro_batch.samples)

@@ -1,8 +1,11 @@
 """Tests of what the stand-in for Accelerate's Accelerator refuses, in the driver and in the loop."""
 
 import os
+import runpy
 import sys
 from collections.abc import Iterator
+from contextlib import nullcontext
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +42,10 @@ def iterates(accelerator: Any, model: nn.Module, evaluation: Any, epoch: int) ->
     accelerator.backward(model(torch.ones(1, 2)).mean())
 
 
+def computes_a_part(accelerator: Any, model: nn.Module) -> None:
+    accelerator.backward(model(torch.ones(1, 2)).mean(), inputs=[model.weight])
+
+
 def computes_twice(accelerator: Any, model: nn.Module) -> None:
     accelerator.backward(model(torch.ones(1, 2)).mean())
 
@@ -62,6 +69,8 @@ def clips_by_torch(accelerator: Any, model: nn.Module) -> None:
         (changed("in_step", lambda _, model: model.zero_grad()), "zero_grad() was called after step.backward() in step 0"),
         (changed("in_step", lambda _, model: model(torch.ones(1, 2)).sum().backward()), "loss.backward() was called in step 0"),
         (changed("in_step", lambda it, model: it.clip_grad_norm_([model.weight], 1.0)), "accelerator.clip_grad_norm_() clips the"),
+        (changed("in_step", lambda it, model: it.clip_grad_norm_(model.parameters(), None)), "accelerator.clip_grad_norm_() got max_norm"),
+        (changed("in_step", computes_a_part), "accelerator.backward() does not take inputs="),
         (changed("in_step", uses_the_norm), "what accelerator.clip_grad_norm_() returned is used for each batch"),
         (changed("in_step", computes_twice), "accelerator.backward() was called twice for a batch; add up the losses"),
         (changed("in_step", lambda accelerator, _: accelerator.log({"a": "b"})), "accelerator.log() got 'a' of type str"),
@@ -140,24 +149,102 @@ class Unfinished(Loop):
 
 
 class AccumulatesByHand(Loop):
-    """Script that divides its loss and lets its optimizer take a step after several batches."""
+    """Script that divides its loss and lets its optimizer take a step after several batches.
+
+    Args:
+        due: Whether each batch ends a step, again and again.
+        arguments: Arguments of the Accelerator.
+    """
+
+    def __init__(self, *due: bool, **arguments: Any):
+        super().__init__(**arguments)
+        self.due = due
 
     def __call__(self) -> None:
-        accelerator = Accelerator()
+        accelerator = Accelerator(**self.arguments)
         model = nn.Linear(2, 1)
         loader, model, optimizer = accelerator.prepare(self.loader(), model, self.optimizer(model))
         for _ in accelerator.epochs(2):
-            for number, (x,) in enumerate(loader):
-                accelerator.backward(model(x).mean() / 2)
-                if accelerator.sync_gradients:
+            due = cycle(self.due)
+            for (x,) in loader:
+                with accelerator.accumulate(model) if self.arguments else nullcontext():
+                    accelerator.backward(model(x).mean() / 2)
+                    if accelerator.sync_gradients:
+                        print(x)
+                    if next(due):
+                        optimizer.step()
+
+
+@pytest.mark.parametrize(
+    "loop",
+    [
+        AccumulatesByHand(False, True),
+        AccumulatesByHand(False, True, gradient_accumulation_steps=2),
+        AccumulatesByHand(False, False, False, True, False, True, gradient_accumulation_steps=3),
+    ],
+)
+def test_accumulation_by_hand_is_refused_where_a_worker_has_as_many_batches_in_a_step(
+    tmp_path: Path, loop: Loop
+) -> None:
+    with pytest.raises(UsageError, match=r"^step \d has a batch without optimizer.step\(\); call it for each batch"):
+        train(loop, tmp_path)
+
+
+COUNTS = """
+import torch
+from accelerate_kit import Loop
+from undula.adapters.accelerate import Accelerator
+
+def main():
+    loop, accelerator, model = Loop(), Accelerator(gradient_accumulation_steps=3), torch.nn.Linear(2, 1)
+    loader, model, optimizer = accelerator.prepare(loop.loader(), model, loop.optimizer(model))
+    for epoch in accelerator.epochs(2):
+        Epoch().train(accelerator, model, loader, optimizer)
+
+class Epoch:
+    seen = 0
+
+    def train(self, accelerator, model, loader, optimizer):
+        count = 0
+        for number, (x,) in enumerate(loader):
+            with accelerator.accumulate(model):
+                accelerator.backward(model(x).mean() / 3)
+                count += 1
+                self.seen += 1
+                if number % 2:
                     print(number)
-                if (number + 1) % 2 == 0:
-                    optimizer.step()
+                WORK
+
+    def unused(self, accelerator, model, loader, optimizer):
+        for number, (x,) in enumerate(loader):
+            model(x).mean().backward()
+            if number % 3 == 2:
+                optimizer.step()
+"""
+OWN_COUNTS = {
+    "if (number + 1) % 3 == 0: optimizer.step()": "optimizer.step()",
+    "if number % 3 == 2 or number == len(loader) - 1: optimizer.step(); optimizer.zero_grad()": "optimizer.step()",
+    "if count == 3: accelerator.print(x); optimizer.step(); count = 0": "optimizer.step()",
+    "if self.seen % 3 == 0 and accelerator.sync_gradients: optimizer.step()": "optimizer.step()",
+    "if number % 3 == 0: accelerator.clip_grad_norm_(model.parameters(), 1.0)": "accelerator.clip_grad_norm_()",
+    "if accelerator.sync_gradients: optimizer.step()": "",
+    "if accelerator.sync_gradients: accelerator.clip_grad_norm_(model.parameters(), 1.0)": "",
+    "optimizer.step()": "",
+}
 
 
-def test_accumulation_by_hand_is_refused_where_a_worker_has_as_many_batches_in_a_step(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match=r"^step 0 has a batch without optimizer.step\(\); call it for each batch"):
-        train(AccumulatesByHand(), tmp_path)
+@pytest.mark.parametrize(("work", "call"), OWN_COUNTS.items())
+def test_a_step_after_a_count_of_batches_is_refused_before_a_worker_starts(
+    tmp_path: Path, work: str, call: str
+) -> None:
+    (tmp_path / "script.py").write_text(COUNTS.replace("WORK", work))
+    main = runpy.run_path(str(tmp_path / "script.py"))["main"]
+    if not call:
+        assert job_of(main, tmp_path).plan.global_batch == 12
+        return
+    with pytest.raises(UsageError) as caught:
+        job_of(main, tmp_path)
+    assert str(caught.value).startswith(f"script.py:24: this `if` calls {call} after a number of batches that the")
 
 
 @pytest.mark.parametrize(

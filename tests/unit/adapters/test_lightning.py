@@ -176,6 +176,12 @@ def test_settings_follow_from_the_script_and_contradictions_are_refused(tmp_path
         job_of_script(main, tmp_path, "plan.max_steps=8", virtual_workers=2)
 
 
+@pytest.mark.parametrize("norm", [None, 0, 0.0, -1.0])
+def test_a_trainer_without_a_largest_norm_does_not_clip(tmp_path: Path, norm: float | None) -> None:
+    job = job_of_script(lambda: Trainer(max_epochs=1, gradient_clip_val=norm).fit(Tiny()), tmp_path)
+    assert job.gradient.max_norm is None
+
+
 @pytest.mark.parametrize(
     ("arguments", "steps"),
     [

@@ -43,6 +43,13 @@ def test_an_argument_that_undula_does_not_know_is_refused(tmp_path: Path, monkey
         refuse_unsupported(TrainingArguments(str(tmp_path), report_to="none", adam_beta1=0.5), 1)
 
 
+@pytest.mark.parametrize("norm", [None, 0, 0.0, -1.0])
+def test_a_trainer_without_a_largest_norm_does_not_clip(tmp_path: Path, norm: float | None) -> None:
+    args = arguments(tmp_path / "out")
+    args.max_grad_norm = norm  # some versions refuse None as an argument
+    assert job_of_script(Trained(Trainer, args), tmp_path).gradient.max_norm is None
+
+
 def objects(images: int) -> list[dict[str, torch.Tensor]]:
     return [{"boxes": torch.ones(5, 4) * number, "orig_size": torch.tensor([480, 640])} for number in range(images)]
 

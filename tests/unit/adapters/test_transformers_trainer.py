@@ -219,6 +219,21 @@ class GathersBetweenSteps(Trainer):
         self.accelerator.gather(torch.tensor(1.0))
 
 
+class BackwardOfEach(Trainer):
+    def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Any:
+        first, second = model(**inputs).loss, model(**inputs).logits.square().mean()
+        self.accelerator.backward(first, retain_graph=True)
+        self.accelerator.backward(second)
+        return first + second
+
+
+class BackwardToInputs(Trainer):
+    def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Any:
+        loss = model(**inputs).loss
+        self.accelerator.backward(loss, inputs=list(model.parameters())[:1])
+        return loss
+
+
 class AddsLoss(Trainer):
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Any:
         model(**inputs).loss.backward()
@@ -245,6 +260,11 @@ def test_what_a_step_gathers_for_metrics_is_that_of_its_own_batch(tmp_path: Path
         (ZeroesAfter, "zero_grad() was called after step.backward() in step 0"),
         (Clips, "clip_grad_norm_() changed a gradient of an open step"),
         (AddsLoss, "loss.backward() was called in step 0"),
+        (
+            BackwardOfEach,
+            "step.backward(loss), or backward() of an adapter, was called twice for a batch of step 0; add up",
+        ),
+        (BackwardToInputs, "accelerator.backward() does not take inputs="),
         (GathersForTheLoss, "what accelerator.gather() returned in a training step is used for the loss"),
         (GathersNegatives, "what accelerator.gather() returned in a training step is used for the loss"),
         (GathersBetweenSteps, "accelerator.gather() was called outside of a step and of an evaluation"),

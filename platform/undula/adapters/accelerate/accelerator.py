@@ -18,9 +18,15 @@ from undula.adapters.accelerate.prepared import PreparedOptimizer, PreparedSched
 from undula.adapters.accelerate.processes import Processes
 from undula.adapters.accelerate.repeated import last_batch, undone
 from undula.adapters.accelerate.steps import Steps
-from undula.adapters.refusals import ACCELERATOR, ACCELERATOR_ARGUMENTS, refuse_arguments, refuse_launched
+from undula.adapters.refusals import (
+    ACCELERATOR,
+    ACCELERATOR_ARGUMENTS,
+    refuse_arguments,
+    refuse_backward,
+    refuse_launched,
+)
 from undula.adapters.script import Offer, place
-from undula.adapters.source import refuse_break
+from undula.adapters.source import refuse_break, refuse_counted_steps
 from undula.config.yaml_file import Setting
 from undula.data.script.dataset import check_indexed
 from undula.errors import UsageError
@@ -204,6 +210,7 @@ class Accelerator(Processes):
             placed(run, model, optimizer.optimizer)
 
         if self._run is None:
+            refuse_counted_steps(sys._getframe(1))
             if "plan.max_steps" not in place().given:
                 refuse_break(sys._getframe(1))
             raise Offer({**training.settings(), **self._settings(count, optimizer)}, give)
@@ -269,8 +276,13 @@ class Accelerator(Processes):
         dtype = dtype_of(self._compute)
         return nullcontext() if dtype is None else torch.autocast(self.device.type, dtype=dtype)
 
-    def backward(self, loss: Tensor) -> None:
-        """Compute the gradient of a batch. The loss is the mean over the batch's samples, as everywhere in Accelerate."""
+    def backward(self, loss: Tensor, **more: Any) -> None:
+        """Compute the gradient of a batch. The loss is the mean over the batch's samples, as everywhere in Accelerate.
+
+        Raises:
+            UsageError: It was computed before, or `more` has arguments of torch's `backward` that would make another one.
+        """
+        refuse_backward(more)
         self._begun("accelerator.backward()").backward(loss)
 
     def clip_grad_norm_(self, parameters: Tensor | Iterable[Tensor], max_norm: float, norm_type: float = 2) -> Tensor:

@@ -62,6 +62,8 @@ class Steps:
         """Whether the script has called optimizer.step() for the current batch."""
         self._has_gradient = False
         """Whether the backward pass of the current batch has run."""
+        self._omits_step = False
+        """Whether the script has left out optimizer.step() for a batch."""
         self._has_asked = False
         """Whether the script has read sync_gradients for the current batch."""
         self._late: dict[str, tuple[float, int]] = {}
@@ -139,6 +141,7 @@ class Steps:
                 self._samples = step.micro_batch.samples
                 self._is_after = self._has_gradient = self._has_asked = self.has_accumulated = False
                 yield batch
+                self._omits_step |= not self._is_after
                 if not (self._is_after or (self._has_asked and self.has_accumulated)):
                     raise UsageError(_without_update(step.index))
                 step.keep_gradients()  # a loop may call model.zero_grad() after optimizer.step() of each batch
@@ -233,6 +236,11 @@ class Steps:
         """
         clipped = {id(tensor) for tensor in ([parameters] if isinstance(parameters, Tensor) else parameters)}
         trained = {id(parameter) for parameter in self._model.parameters() if parameter.requires_grad}
+        if not isinstance(max_norm, int | float | Tensor):
+            raise UsageError(
+                f"accelerator.clip_grad_norm_() got max_norm={max_norm!r}; pass a number, such as float('inf') to measure the norm only, "
+                "or remove the call; gradient.max_norm in the job's YAML applies then"
+            )
         if norm_type != 2 or trained - clipped:
             raise UsageError(
                 "accelerator.clip_grad_norm_() clips the Euclidean norm of all parameters; pass these, without norm_type="
@@ -259,6 +267,8 @@ class Steps:
             )
         self._is_after = True
         if not step.is_last:
+            if self._omits_step:  # by sync_gradients, the optimizer's step would be left out here as well
+                raise UsageError(_without_update(step.index))
             return
         next(self._batches, None)
         step.update()

@@ -69,7 +69,7 @@ class Trainer:
         max_epochs: Number of epochs.
         max_steps: Number of steps; -1 for those of all epochs.
         accumulate_grad_batches: Number of batches of each virtual worker in a step.
-        gradient_clip_val: Maximum norm of the gradient; None or 0 for no limit.
+        gradient_clip_val: Maximum norm of the gradient; None, 0 or less for no limit.
         precision: Number format in which the module computes; by default, `precision.compute` of the job.
         deterministic: Whether torch uses only deterministic algorithms; by default, `deterministic` of the job.
         check_val_every_n_epoch: Number of epochs between validations, unless the job has `validation.every_steps`.
@@ -111,7 +111,7 @@ class Trainer:
         stated = {
             "plan.epochs": ("max_epochs", None if max_epochs == -1 else max_epochs),
             "plan.max_steps": ("max_steps", None if max_steps == -1 else max_steps),
-            "gradient.max_norm": ("gradient_clip_val", gradient_clip_val or None),
+            "gradient.max_norm": ("gradient_clip_val", max(gradient_clip_val or 0, 0) or None),
             "precision.compute": ("precision", PRECISIONS.get(precision)),
             "deterministic": ("deterministic", bool(deterministic) or None),
         }

@@ -76,7 +76,7 @@ def job_settings(
         "plan.seed": (args.seed, "seed"),
         "plan.last_step": ("drop" if args.dataloader_drop_last else "short", "dataloader_drop_last"),
         "schedule.base_lr": (args.learning_rate, "learning_rate"),
-        "gradient.max_norm": (args.max_grad_norm or None, "max_grad_norm"),
+        "gradient.max_norm": (max(args.max_grad_norm or 0, 0) or None, "max_grad_norm"),
         "compile": (bool(args.torch_compile), "torch_compile"),
         # Older versions of transformers have no such argument, so that only the YAML can ask for an order.
         **({"plan.shuffle": (_shuffle(strategy), "train_sampling_strategy")} if strategy else {}),

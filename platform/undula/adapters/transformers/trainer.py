@@ -23,6 +23,7 @@ from transformers.trainer_utils import TrainOutput
 
 from undula.adapters.evaluation import RankBatches, kept_loader
 from undula.adapters.gathered import metrics_of_batch, open_batch, plain, refuse_gathered
+from undula.adapters.refusals import refuse_backward
 from undula.adapters.script import Offer, place
 from undula.adapters.transformers.arguments import job_settings, refuse_unsupported
 from undula.adapters.transformers.library import (
@@ -88,8 +89,7 @@ class ElasticMixin(_Base):  # type: ignore[misc]
         self.accelerator.state.dynamo_plugin = TorchDynamoPlugin(backend="no")
         place_process(args, here)
         self.accelerator.backward = self._backward
-        self.accelerator.gather = self.accelerator.gather_for_metrics = self._gather
-        self.gather_function = self._gather
+        self.accelerator.gather = self.accelerator.gather_for_metrics = self.gather_function = self._gather
         self.accelerator.reduce = self._reduce
         self.accelerator.pad_across_processes = lambda tensor, *_, **__: (
             tensor
@@ -100,9 +100,8 @@ class ElasticMixin(_Base):  # type: ignore[misc]
         # Loader processes keep the datasets that the trainer has when it begins to train, in every group.
         self._kept_datasets: dict[str, Any] = {}
         self._grad_norm = self._learning_rate = 0.0
-        self._is_unfinished = self._is_restored = False
+        self._is_unfinished = self._is_restored = self._has_begun = False
         self._history = LogHistory()
-        self._has_begun = False
 
     def train(self, resume_from_checkpoint: Any = None, trial: Any = None, **more: Any) -> TrainOutput:
         """Train as Hugging Face's Trainer does, from the newest state of the run, or give the settings to the job in the driver.
@@ -210,9 +209,10 @@ class ElasticMixin(_Base):  # type: ignore[misc]
             raise UsageError(f"accelerator.reduce() was called outside of a step of the trainer; {IN_EVALUATION}")
         return metrics_of_batch(value)
 
-    def _backward(self, loss: Tensor, **_: Any) -> None:
+    def _backward(self, loss: Tensor, **more: Any) -> None:
         """Run the backward pass of a micro-batch with its share of the step's loss."""
         assert self._step is not None
+        refuse_backward(more)
         refuse_gathered(loss)
         self._step.backward(loss, share=self._share)
 
