@@ -123,7 +123,7 @@ def _named(event: ValidationEvent | LogEvent) -> dict[str, float]:
     """Return the values of an event by the names that trackers show."""
     if isinstance(event, ValidationEvent):
         return {f"{name}/validation": value for name, value in event.means.items()}
-    return {f"logged/{name}": value for name, value in event.values.items()}
+    return {f"logged/{name}": float(value) for name, value in event.values.items()}
 
 
 def _values(row: Mapping[str, Any]) -> dict[str, float]:

@@ -15,6 +15,7 @@ from undula.plan.plan import MicroBatch
 from undula.recovery.progress import Phase
 from undula.recovery.worker_state import WorkerState
 from undula.train.device_batches import PlacedSamples
+from undula.train.recorded import averaged
 from undula.train.step_reduction import LocalStep
 
 PARTS = ("data_s", "transfer_s", "compute_s", "communication_s")
@@ -112,7 +113,8 @@ class StepMeasurement:
         weights = [float(micro_batch.samples)] if micro_batch else [samples for _, samples in self._losses]
         for name, value in values.items():
             # A value of no samples may be NaN, even if it is multiplied by 0.
-            self._logged.setdefault(name, []).extend((float(value), weight) for weight in weights if weight)
+            number = averaged("step.log()", name, value)
+            self._logged.setdefault(name, []).extend((number, weight) for weight in weights if weight)
 
     @property
     def losses(self) -> list[Tensor]:

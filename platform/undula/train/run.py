@@ -28,6 +28,7 @@ from undula.state.pieces import RankState
 from undula.train.launched_habits import refusal_of
 from undula.train.loop import TrainingLoop
 from undula.train.parts import GivenParts, require_functions
+from undula.train.recorded import averaged, recorded
 from undula.train.script_state import AfterStep, Capture, Restore
 from undula.train.session import Check, GroupSession, Kept, Session
 from undula.train.step import Step
@@ -224,12 +225,17 @@ class Run:
                 f"run.validated() got {sorted(means)} without {LOSS!r}; pass the mean loss under that name"
             )
         loop = self._begun("validated")
-        loop.add_validation(loop.done, {name: float(mean) for name, mean in means.items()}, samples)
+        loop.add_validation(
+            loop.done, {name: averaged("run.validated()", name, mean) for name, mean in means.items()}, samples
+        )
 
     def log(self, values: Mapping[str, float]) -> None:
-        """Record numbers by name between two steps or after the last, as an event of the newest step. All ranks may call this."""
+        """Record numbers by name between two steps or after the last, as an event of the newest step. All ranks may call this.
+
+        Integers stay whole in the ledger, also those of 2^53 or more, which TensorBoard and trackers round.
+        """
         loop = self._begun("log")
-        loop.attempt.report(LogEvent({name: float(value) for name, value in values.items()}, step=loop.done))
+        loop.attempt.report(LogEvent({name: recorded(value) for name, value in values.items()}, step=loop.done))
 
     def warn_of_state(self, name: str) -> None:
         """Record an event which says that a step changes a tensor beside the model, for adapters. All ranks may call this."""

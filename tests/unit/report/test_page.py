@@ -76,6 +76,11 @@ def test_other_means_of_the_validations_have_tiles_and_charts() -> None:
     assert "accuracy (validation)" in html
 
 
+def test_a_count_beside_fractions_has_all_of_its_digits() -> None:
+    curves = data_of(page(recorded(2, logged={"a": 1 / 3, "seen": 123_456_789})))["charts"]
+    assert [curves[f"logged-{place}"]["curves"][0]["y"] for place in (0, 1)] == [[0.333333] * 2, [123_456_789] * 2]
+
+
 def test_the_page_of_a_run_without_steps_says_so() -> None:
     html = page(recorded(0))
     assert "No step has been committed yet." in html

@@ -52,6 +52,12 @@ def test_runs_without_a_finite_value_come_last_in_either_order(sort: str, names:
     assert "".join(selection([], sort).of(RUNS)) == names
 
 
+def test_ids_that_a_float_would_round_have_their_order() -> None:
+    runs = {name: {"config.id": 2**53 + more} for name, more in (("a", 2), ("b", 1), ("c", 0))}
+    assert "".join(selection([], "config.id").of({**runs, "d": {"config.id": 0.5}})) == "dcba"
+    assert "".join(selection([f"config.id>{2**53}"], None).of(runs)) == "ab"
+
+
 def test_mistakes_are_refused_with_the_keys_that_exist() -> None:
     with pytest.raises(SpecError, match=r"--where 'steps' is no condition; write KEY=VALUE"):
         selection(["steps"], None)

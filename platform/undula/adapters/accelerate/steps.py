@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from undula.errors import UsageError
+from undula.train.recorded import averaged
 from undula.train.run import Run
 from undula.train.step import Step
 
@@ -201,7 +202,10 @@ class Steps:
         elif self._samples:  # a value of no samples may be NaN, even if it is multiplied by 0
             for name, value in values.items():
                 total, weight = self._late.get(name, (0.0, 0))
-                self._late[name] = total + float(value) * self._samples, weight + self._samples
+                self._late[name] = (
+                    total + averaged("accelerator.log()", name, value) * self._samples,
+                    weight + self._samples,
+                )
 
     def _log_late(self) -> None:
         """Record what the script has logged after optimizer.step(), once it has worked on all batches of the step."""

@@ -22,6 +22,7 @@ from undula.adapters.refusals import TRAINER_METHODS, refused_override
 from undula.adapters.script import Place
 from undula.data.script.dataset import check_indexed
 from undula.errors import SpecError, UsageError
+from undula.train.recorded import recorded
 from undula.train.run import Run
 
 LOGGED = ("loss", "train_loss", "grad_norm", "learning_rate", "epoch", "step", "num_input_tokens_seen", "total_flos")
@@ -143,7 +144,7 @@ def logged_by_script(logged: Mapping[str, Any]) -> dict[str, float]:
 def _numbers(values: Mapping[str, Any]) -> dict[str, float]:
     """Return the values that are numbers, of Python, NumPy or torch, without durations."""
     return {
-        name: float(value.item() if isinstance(value, Tensor) else value)
+        name: recorded(value)
         for name, value in values.items()
         if not name.endswith(MEASURED)
         and (isinstance(value, Real) or (isinstance(value, Tensor) and value.numel() == 1))

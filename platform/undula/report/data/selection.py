@@ -136,9 +136,9 @@ def _is_number(value: Any) -> bool:
 def _rank(value: Any) -> tuple[int, float, str] | None:
     """Return the place of a value in order, numbers before texts; None for a value that has none."""
     if isinstance(value, bool):
-        return 0, float(value), ""
+        return 0, value, ""
     if _is_number(value):
-        return (0, float(value), "") if math.isfinite(value) else None
+        return (0, value, "") if math.isfinite(value) else None
     return (1, 0.0, value) if isinstance(value, str) else None
 
 

@@ -242,4 +242,5 @@ def _marker_lines(markers: Sequence[EventMarker], name: AxisName, y: Axis) -> It
 
 
 def _rounded(values: Floats) -> list[float]:
-    return [float(f"{value:.6g}") for value in values.tolist()]
+    """Return values with six significant digits, and whole ones, such as counts, with all of their digits."""
+    return [value if value.is_integer() else float(f"{value:.6g}") for value in values.tolist()]

@@ -68,6 +68,12 @@ def counted(count: int, noun: str) -> str:
     return f"{count} {noun}{'' if count == 1 else 's'}"
 
 
+def figure(value: float) -> str:
+    """Return a number with six significant digits, and a whole one, such as a count or an id, with all of its digits."""
+    is_whole = isinstance(value, int) or (value.is_integer() and abs(value) < 2**53)
+    return str(int(value)) if is_whole else f"{value:.6g}"
+
+
 def short(node: str) -> str:
     """Return the first eight digits of a node's id, which are enough to distinguish the nodes of a cluster."""
     return node[:8]

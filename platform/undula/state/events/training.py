@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-from undula.state.events.base import Event, counted
+from undula.state.events.base import Event, counted, figure
 
 
 @dataclass(frozen=True)
@@ -188,15 +188,13 @@ class LogEvent(Event):
     """The script has logged numbers between two steps."""
 
     KIND = "log"
-    values: Mapping[str, float]
-    """Numbers by name."""
+    values: Mapping[str, int | float]
+    """Numbers by name. An integer is one that a float would round."""
     step: int = field(kw_only=True)
 
     @property
     def message(self) -> str:
-        return (
-            f"The script logged {', '.join(f'{name} {value:.6g}' for name, value in self.values.items()) or 'nothing'}."
-        )
+        return f"The script logged {', '.join(f'{name} {figure(value)}' for name, value in self.values.items()) or 'nothing'}."
 
 
 @dataclass(frozen=True)
