@@ -33,6 +33,7 @@ from undula.state.pieces import is_sharded
 from undula.train.job import Job
 from undula.train.launched_habits import refusal_of
 from undula.train.run import Run
+from undula.train.script_source import code_of, refuse_number_of_workers_in_loops
 from undula.train.session import Check, Kept, Maps
 from undula.train.single_process import local_world
 
@@ -81,6 +82,7 @@ def script_facts(train: Callable[[Run], None], loaded: LoadedSpec, num_rows: int
         warnings.simplefilter("ignore")
         probe = _Probe(loaded, num_rows, stack)
         try:
+            refuse_number_of_workers_in_loops(code_of(train), "run.virtual_workers")
             train(Run(probe))
         except _ModelBuiltError as built:
             return ScriptFacts(probe.data, built.facts)

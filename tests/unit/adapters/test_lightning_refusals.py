@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import pytorch_lightning as pl
 import torch
+import torch.distributed as dist
 from adapters_kit import job_of_script
 from lightning_kit import JOB, Tiny, loader, optimizers, tiny, train_module
 from pytorch_lightning.callbacks import EarlyStopping, ModelCheckpoint
@@ -20,6 +21,14 @@ from undula.adapters.lightning.library import require_lightning
 from undula.config.job import load_spec
 from undula.driver.model_facts import script_facts
 from undula.errors import SpecError, UsageError
+
+
+class Scaled(Tiny):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.scaled(self.net(batch[0]).square().mean())
+
+    def scaled(self, loss: Any) -> Any:
+        return loss * dist.get_world_size()
 
 
 class Manual(Tiny):
@@ -41,6 +50,7 @@ ON_PLATEAU = optimizers(lambda it: {"optimizer": it, "lr_scheduler": ReduceLROnP
     ("make", "sentence"),
     [
         (lambda: nn.Linear(1, 1), "fit() got a Linear, but it trains a LightningModule"),
+        (Scaled, "test_lightning_refusals.py:31: get_world_size() of torch.distributed is called for a batch"),
         (Manual, "Manual sets automatic_optimization=False, but a run calls backward"),
         (tiny(training_step=lambda self, dataloader_iter: None), "Tiny.training_step() takes dataloader_iter"),
         (tiny(backward=lambda self, loss: None), "Tiny overrides backward(), which a run does not call; a run calls backward itself"),

@@ -43,6 +43,21 @@ def test_an_argument_that_undula_does_not_know_is_refused(tmp_path: Path, monkey
         refuse_unsupported(TrainingArguments(str(tmp_path), report_to="none", adam_beta1=0.5), 1)
 
 
+class ScaledByWorkers(Trainer):
+    def compute_loss(self, *given: Any, **more: Any) -> Any:
+        return super().compute_loss(*given, **more) * torch.distributed.get_world_size()
+
+
+def test_a_trainer_whose_loss_depends_on_the_number_of_workers_is_refused_before_a_worker_starts(
+    tmp_path: Path,
+) -> None:
+    sentence = (
+        r"get_world_size\(\) of torch.distributed is called for a batch, but .*; use self.accelerator.num_processes"
+    )
+    with pytest.raises(UsageError, match=sentence):
+        job_of_script(Trained(ScaledByWorkers, arguments(tmp_path / "out")), tmp_path)
+
+
 @pytest.mark.parametrize("norm", [None, 0, 0.0, -1.0])
 def test_a_trainer_without_a_largest_norm_does_not_clip(tmp_path: Path, norm: float | None) -> None:
     args = arguments(tmp_path / "out")

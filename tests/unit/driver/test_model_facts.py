@@ -12,6 +12,7 @@ from torch.distributed.fsdp import fully_shard
 
 from undula.config.job import LoadedSpec, load_spec
 from undula.driver.model_facts import ModelFacts, script_facts
+from undula.errors import UsageError
 from undula.parallel.capabilities import Feature
 from undula.train.run import Run
 
@@ -97,6 +98,19 @@ def test_a_script_that_raises_before_its_model_gives_no_facts(loaded: LoadedSpec
     assert script_facts(train, loaded, 1000).model is None
     assert facts_of(lambda: nn.LazyLinear(3), loaded) is None, "a lazy module's shapes are not known yet"
     assert not dist.is_initialized()
+
+
+def test_a_batch_may_not_depend_on_the_number_of_workers(loaded: LoadedSpec) -> None:
+    def train(run: Run) -> None:
+        model = run.model(nn.Linear(1, 1))
+        print(dist.get_world_size())
+        for step in run.steps():
+            for batch in step.batches():
+                step.backward(model(batch["x"]).mean() / dist.get_world_size())
+            step.update()
+
+    with pytest.raises(UsageError, match=r"^test_model_facts.py:\d+: get_world_size\(\) .*; use run.virtual_workers"):
+        script_facts(train, loaded, 1000)
 
 
 def test_the_script_sees_the_job_and_prints_nothing(loaded: LoadedSpec, capsys: pytest.CaptureFixture[str]) -> None:

@@ -33,6 +33,7 @@ from undula.errors import UsageError
 from undula.parallel.precision import dtype_of
 from undula.plan.precision import Compute
 from undula.train.run import Run
+from undula.train.script_source import refuse_number_of_workers_in_loops
 from undula.train.whole_weights import placed
 
 PRECISIONS: Mapping[str, Compute] = {"no": "fp32", "fp16": "fp16", "bf16": "bf16"}
@@ -211,6 +212,7 @@ class Accelerator(Processes):
 
         if self._run is None:
             refuse_counted_steps(sys._getframe(1))
+            refuse_number_of_workers_in_loops(sys._getframe(1).f_code, "accelerator.num_processes")
             if "plan.max_steps" not in place().given:
                 refuse_break(sys._getframe(1))
             raise Offer({**training.settings(), **self._settings(count, optimizer)}, give)

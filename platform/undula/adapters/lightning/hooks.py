@@ -17,6 +17,7 @@ from undula.adapters.lightning.stand_in import FitTrainer
 from undula.adapters.refusals import CALLBACKS, DISPLAYS, MODULE_HOOKS, refused_override
 from undula.errors import UsageError
 from undula.plan.plan import Plan
+from undula.train.script_source import refuse_number_of_workers
 
 OF_GOALS = ("EarlyStopping", "ModelCheckpoint")
 """Callbacks of Lightning that are left out if the job does their work."""
@@ -234,6 +235,7 @@ def _check_module(module: Any, library: Library) -> None:
     for hook in MODULE_HOOKS:
         if library.is_overridden(hook, module):
             raise refused_override(type(module), hook, MODULE_HOOKS)
+    refuse_number_of_workers(module.training_step, "self.trainer.world_size")
     for step in ("training_step", "validation_step"):
         if library.takes(getattr(module, step), "dataloader_iter"):
             raise UsageError(

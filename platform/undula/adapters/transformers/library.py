@@ -24,6 +24,7 @@ from undula.data.script.dataset import check_indexed
 from undula.errors import SpecError, UsageError
 from undula.train.recorded import recorded
 from undula.train.run import Run
+from undula.train.script_source import refuse_number_of_workers
 
 LOGGED = ("loss", "train_loss", "grad_norm", "learning_rate", "epoch", "step", "num_input_tokens_seen", "total_flos")
 """Numbers that Hugging Face's Trainer logs itself."""
@@ -93,7 +94,8 @@ def require_on_all_ranks(folder: str, run: Run | None) -> None:
 
 
 def refuse_overrides(kind: type, mixin: type) -> None:
-    """Refuse a trainer with methods of its own in place of those of Hugging Face's loop that a run does not call.
+    """Refuse a trainer with methods of its own in place of those of Hugging Face's loop that a run does not call, or whose loss depends on
+    the number of workers.
 
     Args:
         kind: Class of the trainer.
@@ -106,6 +108,8 @@ def refuse_overrides(kind: type, mixin: type) -> None:
         owner = next(base for base in kind.__mro__ if base is not mixin and method in vars(base))
         if owner is not transformers.Trainer:
             raise refused_override(owner, method, TRAINER_METHODS)
+    for method in ("training_step", "compute_loss"):
+        refuse_number_of_workers(getattr(kind, method), "self.accelerator.num_processes")
 
 
 def check_datasets(training: Any, evaluation: Any) -> None:
