@@ -111,6 +111,22 @@ def test_numbers_of_all_ranks_after_an_epoch_and_in_an_evaluation_are_right(tmp_
     assert found == [[6.0, 2], [22.0, 2], [17.0, 1], 1.0] * 2
 
 
+def test_an_evaluation_after_a_step_has_numbers_of_all_ranks(tmp_path: Path) -> None:
+    used: list[Any] = []
+    found: list[float] = []
+    loop = Loop()
+    loop.before = lambda accelerator: used.extend([accelerator, accelerator.prepare(loop.evaluation())])  # type: ignore[method-assign]
+
+    def after_step(model: nn.Module) -> None:
+        accelerator, evaluation = used[-2:]
+        if accelerator.sync_gradients:
+            found.extend(float(accelerator.gather(x.sum()[None])) for (x,) in evaluation)
+
+    loop.after_step = after_step  # type: ignore[method-assign]
+    train(loop, tmp_path, "plan.max_steps=2")
+    assert found == [6.0, 22.0, 17.0] * 2
+
+
 def test_a_function_of_accelerates_utilities_is_refused_before_a_worker_starts(tmp_path: Path) -> None:
     loop: Loop = changed("before", lambda _: accelerate.utils.broadcast_object_list([1]))
     with pytest.raises(UsageError, match=r"^broadcast_object_list\(\) of accelerate.utils was called"):
