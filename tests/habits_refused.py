@@ -273,6 +273,16 @@ class Shares(Habit):
 
 
 @refused(
+    "`optimizer.state[p]` changed before `step.batches()`",
+    "the script changed parameters of the model or the state of the optimizer before step.batches()",
+)
+class HalvesBefore(Habit):
+    def before_step(self) -> None:
+        for entries in self.optimizer.state.values():
+            entries["momentum_buffer"].data.mul_(0.5)
+
+
+@refused(
     "features gathered from all ranks in a batch", "the script has begun a collective of torch.distributed in a batch"
 )
 class Gathers(Habit):

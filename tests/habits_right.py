@@ -121,6 +121,13 @@ class Freezes(Habit):
         self.model[0].requires_grad_(self.number % 2 == 1)
 
 
+@right("`optimizer.state[p]` changed after `step.update()`")
+class Halves(Habit):
+    def after_update(self) -> None:
+        for entries in self.optimizer.state.values():
+            entries["momentum_buffer"].mul_(0.5)
+
+
 @right("`optimizer.add_param_group`")
 class AddsGroup(Habit):
     def optimize(self, model: Any) -> torch.optim.Optimizer:

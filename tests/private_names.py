@@ -59,7 +59,7 @@ ALLOWED: Mapping[str, Mapping[str, str]] = {
         "_get_fsdp_state": "parallel.reduce.unit",
         "_get_sequence_number_for_group": "parallel.collectives",
         "_grouped_mm": "parallel.selective",
-        "_local_tensor": "recovery.baseline",
+        "_local_tensor": "recovery.fingerprint",
         "_modules": "parallel.parameters",
         "_mp_policy": "parallel.reduce.unit",
         "_nnz": "parallel.reduce.sparse",
@@ -79,7 +79,7 @@ ALLOWED: Mapping[str, Mapping[str, str]] = {
         "_timeout": "parallel.layout",
         "_values": "parallel.precision",
         "_wrapped_by_lr_sched": "parallel.sharding",
-        "_version": "parallel.host_memory parallel.recompute parallel.reduce.sharded parallel.selective recovery.update_log train.beside "
+        "_version": "parallel.host_memory parallel.recompute parallel.reduce.sharded parallel.selective train.beside "
         "train.open_gradients train.script_guard train.whole_weights",
         "torch._C": "cluster.worker_check elastic.ray.backend parallel.selective train.open_gradients train.single_process",
         "torch._amp_foreach_non_finite_check_and_unscale_": "parallel.precision",

@@ -90,8 +90,9 @@ def _parts(tensor: Tensor) -> Iterator[Tensor]:
     elif flatten := getattr(tensor, "__tensor_flatten__", None):
         for name in flatten()[0]:
             yield from _parts(getattr(tensor, name))
-    elif tensor.layout != torch.strided:
-        yield from (tensor.detach()._indices(), tensor.detach()._values())
+    elif tensor.layout == torch.sparse_coo:
+        whole = tensor.detach().coalesce()
+        yield from (whole.indices(), whole.values())
     else:
         yield tensor.detach()
 
