@@ -22,6 +22,7 @@ from ranks import forks
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from undula.elastic.sockets import cut_connections, listening_ports
 from undula.parallel.engines.engine import Engine
 from undula.parallel.spec import ShardingSpec
 from undula.recovery.leavers import Common
@@ -37,6 +38,7 @@ from undula.train import loss_scale
 from undula.train.boundary import StepBoundary
 from undula.train.job import Job
 from undula.train.run import Run
+from undula.train.session import GroupSession
 from undula.train.step_reduction import StepReducer
 
 Place = Literal[
@@ -46,6 +48,7 @@ Place = Literal[
     "after its commit",
     "in the optimizer's step",
     "after the optimizer's step",
+    "after a gather",
 ]
 LIMIT_S = 120.0
 
@@ -56,17 +59,35 @@ def wide() -> nn.Module:
     return nn.Sequential(nn.Linear(1, 240), nn.Tanh(), nn.Linear(240, 240), nn.Tanh(), nn.Linear(240, 1))
 
 
-def decayed(run: Run, ends: Callable[[int], None], in_after_step: bool = False) -> None:
-    """Train, and change the weights after each step as well, in the loop or in `after_step`, once a step."""
+def decayed(
+    run: Run,
+    ends: Callable[[int], None],
+    in_after_step: bool = False,
+    gathers: bool = False,
+    has_state: bool = False,
+) -> None:
+    """Train, and change the weights after each step as well, in the loop or in `after_step`, once a step.
+
+    Args:
+        run: The run.
+        ends: Function that is called before each commit.
+        in_after_step: Whether the weights are changed in `after_step`.
+        gathers: Whether the ranks meet before that.
+        has_state: Whether the script has state of its own, and an `after_step` in any case.
+    """
     model = run.model(network())
     run.optimizer(adamw(model))
+    if has_state:
+        run.state("nothing", lambda: 0, lambda value, is_unfinished: None)
 
     def decay(*_: object) -> None:
+        if gathers:
+            run.gather(0)
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.mul_(0.9)
 
-    for step in run.steps(after_step=decay if in_after_step else None):
+    for step in run.steps(after_step=decay if in_after_step else (lambda *_: None) if has_state else None):
         for batch in step.batches():
             step.backward(square(model, batch))
         ends(step.index)
@@ -81,6 +102,9 @@ SCRIPTS = {
     "fp16 and lamb": replace(FP16, train=replace(FP16.train, optimize=of_name("lamb")), like=None),  # type: ignore[type-var]
     "decayed": Feature(decayed, {"sharding": ShardingSpec(3)}),
     "decayed in after_step": Feature(partial(decayed, in_after_step=True), {"sharding": ShardingSpec(3)}),
+    "decayed after a gather": Feature(partial(decayed, gathers=True)),
+    "decayed after a gather, with state": Feature(partial(decayed, gathers=True, has_state=True)),
+    "decayed after a gather in after_step": Feature(partial(decayed, in_after_step=True, gathers=True)),
     "an average that is lost": Feature(partial(with_own_average, is_kept=False)),
     "wide": Feature(Loop(wide, adamw), {"sharding": ShardingSpec(3)}),
 }
@@ -230,6 +254,8 @@ def _train(order: Order, worker: WorkerState) -> Ended:
         if how != "ended":
             run.hand_over()
         run.free()
+    if how == "broken":
+        cut_connections(listening_ports())  # as the controller asks for, so that no rank waits for this one
     dist.destroy_process_group()
     held, state = worker.held, f"{order.file}-{order.rank}.state"
     Path(state).write_bytes(pickle.dumps(held))
@@ -294,7 +320,9 @@ def _request(worker: WorkerState, index: int, leaves_after: int | None) -> None:
 
 def _inject(fault: Fault, rank: int, patch: pytest.MonkeyPatch) -> None:
     """Let a fault happen in this process, if it is one of this rank."""
-    if rank in fault.deaf:
+    if fault.place == "after a gather" and rank in (fault.rank, *fault.deaf):
+        _after(patch, GroupSession, "gather", _die if rank == fault.rank else _fail, _times(fault.step))
+    elif rank in fault.deaf:
         _after(patch, StepReducer, "reduce", _fail, _times(fault.step))
     if rank != fault.rank:
         return

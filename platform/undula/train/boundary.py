@@ -41,6 +41,8 @@ class StepBoundary:
     Attributes:
         wants: Requests that the ranks agreed on at the last commit.
         is_save_asked: Whether the script has asked for a checkpoint since then.
+        repeats_body: Whether the script repeats the work of its loop's body after an update, if the group ends in it. It does so up to the
+            first batch of the next step if it has state of its own, and no `after_step`.
     """
 
     def __init__(
@@ -55,7 +57,7 @@ class StepBoundary:
         self._blocked_s = 0.0
         """Seconds for which checkpoints have blocked the training since the last step."""
         self.wants = Wants()
-        self.is_save_asked = False
+        self.is_save_asked = self.repeats_body = False
 
     def begin_batches(self) -> bool:
         """Begin the batches of a step, and return whether the script has repeated work that the former group had not finished."""
@@ -166,8 +168,8 @@ class StepBoundary:
         yield
         attempt.committed, attempt.committed_by = committed + steps, self._setup.attempt
         self._model.baseline.updated(changes)
-        # What a script without state of its own does next is unknown until it asks for the next step. It could not repeat this work.
-        if self._script_state.is_used:
+        # Otherwise, what the script does next is unknown until it asks for the next step. It could not repeat this work.
+        if self.repeats_body:
             self.settle(committed, UPDATED)
 
     def committed(self, step: OptimizerStep, totals: StepTotals, lr: float, measured: dict[str, float]) -> None:

@@ -138,8 +138,7 @@ class TrainingLoop:
                 self._work(owed_since, start)
             if start and not is_saved and self._is_best(start) and not self._ends(start):
                 self.saver.save_best(start)  # the former group was lost, or left, before it had done so
-            # A script with state of its own, but without `after_step`, can repeat its work up to the first batch.
-            repeats = script_state.is_used and self._after is None
+            repeats = self.boundary.repeats_body = script_state.is_used and self._after is None
             self.boundary.settle(owed_since if repeats else None, IN_WORK)
             self.saver.first_snapshot(start)
             index = start

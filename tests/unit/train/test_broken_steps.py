@@ -93,3 +93,23 @@ def test_what_a_script_changes_between_steps_is_not_lost_with_a_rank(
     assert [end and end.how for end in ends] == ["broken", None, "broken"]
     workers.train([members[0], members[2]], name, job, every=every)
     assert numbers_of(job) == expected[name]
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize(
+    "name",
+    ["decayed after a gather", "decayed after a gather, with state", "decayed after a gather in after_step"],
+)
+def test_ranks_of_which_some_have_done_the_work_after_a_step_do_not_differ(
+    name: str, stage: Any, workers: Workers, tmp_path: Path
+) -> None:
+    whole = replace(SCRIPTS[name].job(tmp_path / "whole"), sharding=ShardingSpec())
+    job = replace(SCRIPTS[name].job(tmp_path / "job"), sharding=ShardingSpec(stage))
+    workers.train([workers.start()], name, whole)
+    members = [workers.start() for _ in range(3)]
+    # Rank 1 is killed after the gathering, which rank 0 alone does not learn of. Rank 2 goes on and changes the weights.
+    ends = workers.train(members, name, job, fault=Fault("after a gather", rank=1, step=5, deaf=(0,)), every=1)
+    assert [end and end.how for end in ends] == ["broken", None, "broken"]
+    ends = workers.train([members[0], members[2]], name, job, every=1)
+    assert [end and end.how for end in ends] == ["ended", "ended"]
+    assert numbers_of(job) == numbers_of(whole)

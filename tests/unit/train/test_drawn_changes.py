@@ -18,7 +18,8 @@ DRAWS, OF_THE_NIGHT = 30, 500
 def check(number: int, folder: Path) -> None:
     draw = random.Random(-number - 1)
     change, stage = drawn_change(number), draw.randrange(4)
-    fault = Fault(draw.choice(get_args(Place)), rank=draw.randrange(3), step=draw.randrange(1, 7))
+    places = [place for place in get_args(Place) if place != "after a gather"]
+    fault = Fault(draw.choice(places), rank=draw.randrange(3), step=draw.randrange(1, 7))
     fault = replace(fault, deaf=tuple(rank for rank in range(3) if rank != fault.rank and draw.random() < 0.3))
     every: Any = draw.choice([None, 1, 4])
     name = f"drawn {number}"
