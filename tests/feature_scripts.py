@@ -36,6 +36,14 @@ def square(model: nn.Module, batch: Any) -> Tensor:
     return (model(batch["x"][:, None] / ROWS) - 1).square().mean()  # type: ignore[no-any-return]
 
 
+def distilled(model: nn.Module, batch: Any) -> Tensor:
+    """Return the mean loss of a model whose target is its own result for other inputs, as in self-distillation."""
+    x = batch["x"][:, None] / ROWS
+    with torch.no_grad():
+        target = model(1 - x)
+    return (model(x) - target - 1).square().mean()  # type: ignore[no-any-return]
+
+
 def contrastive(model: nn.Module, batch: Any) -> Tensor:
     """Return the mean loss of samples, each of which is told apart from the others of its batch."""
     features = model(batch["x"][:, None] / ROWS)

@@ -124,9 +124,14 @@ class UnitOrder:
         self._next = place + 1
         return True
 
+    def note(self, unit: int) -> None:
+        """Record that a gradient is ready of a unit to which the pass may come again. Its last place is that where it can be sent."""
+        send = Collective("send", unit)
+        self._own = [each for each in self._own if each != send] + [send]
+
     def come_late(self, unit: int) -> None:
         """Record that a gradient is ready of a unit whose gradient has been sent."""
-        self._own.append(Collective("send", unit))
+        self.note(unit)
         self.late.add(unit)
 
     def end(self, then: Pass | None = None) -> None:

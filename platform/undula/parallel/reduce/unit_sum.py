@@ -197,6 +197,8 @@ class InterleavedUnitSum(UnitSum):
         self._passes += 1
         if self._is_sent:
             self.order.come_late(self.number)
+        elif self._is_last and self._expected is None:
+            self.order.note(self.number)
         elif self._is_last and self._passes == self._expected:
             with self.collectives.counted():
                 if self.order.reach(Collective("send", self.number)):
