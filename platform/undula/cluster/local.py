@@ -36,11 +36,10 @@ MOST_BASE = 20
 PROXIES = ("http_proxy", "HTTP_PROXY", "https_proxy", "HTTPS_PROXY", "all_proxy", "ALL_PROXY")
 STARTS = "UNDULA_CLUSTER_STARTS"
 """Environment variable of a process that was started with its cluster: the path of the raylet's socket, for which it is to wait."""
-AGENTS = ("dashboard-agent-grpc", "metrics-export", "runtime-env-agent")
+JOB_AGENT = "dashboard-agent-listen"
+AGENTS = (JOB_AGENT, "dashboard-agent-grpc", "metrics-export", "runtime-env-agent")
 """Agents of a node that do not choose their ports, as options of `ray start` name them. The raylet of Ray 2.60 waits for the files in which
 agents write the ports that they have chosen, and ends if they have not started after 15 s, as on a busy machine."""
-NO_PORT = "-1"
-"""Content of such a file of an agent that does not listen."""
 _PR_SET_PDEATHSIG = 1
 
 
@@ -60,6 +59,8 @@ class LocalCluster:
     """Path of the interpreter of the cluster and its jobs."""
     folder: Path
     """Folder of the cluster's sockets, logs and token."""
+    agent_port: int = 0
+    """Port of the agent that runs jobs."""
 
     @property
     def raylet_socket(self) -> Path:
@@ -88,7 +89,7 @@ def local_cluster(
         ClusterError: The cluster did not start.
     """
     with starting_cluster(num_cpus, env, python, object_store_bytes, autoscaling) as cluster:
-        await_start(cluster, lambda: agent_listens(cluster) and job_api_answers(cluster.dashboard))
+        await_start(cluster, lambda: listens(cluster.agent_port) and job_api_answers(cluster.dashboard))
         yield cluster
 
 
@@ -109,12 +110,13 @@ def starting_cluster(
     token = folder / "token"
     token.touch(mode=0o600)
     token.write_text(secrets.token_hex(32))
-    (folder / "no-port").write_text(NO_PORT)
     auth = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(token)}
-    gcs, dashboard = free_ports(2)
+    gcs, dashboard, *agents = free_ports(2 + len(AGENTS))
+    ports = dict(zip(AGENTS, agents, strict=True))
     options = [] if object_store_bytes is None else [f"--object-store-memory={object_store_bytes}"]
     options.append(f"--autoscaling-config={autoscaling}" if autoscaling else "--no-monitor")
     options.append(f"--dashboard-port={dashboard}" if accepts_jobs else "--include-dashboard=false")
+    options += [f"--{agent}-port={port}" for agent, port in ports.items()]
     command = _ray_start(python, num_cpus, folder, gcs, options)
     bin_folder = str(Path(python).parent)
     settings = {
@@ -149,7 +151,9 @@ def starting_cluster(
         # SIGTERM makes `ray start --block` end its children. A cluster for one script has nothing left to save when that has ended.
         stack.callback(end_group, process, STOP_TIMEOUT_S if accepts_jobs else 0.0)
         url = f"http://127.0.0.1:{dashboard}"
-        cluster = LocalCluster(f"127.0.0.1:{gcs}", url, auth, psutil.Process(process.pid), python, folder)
+        cluster = LocalCluster(
+            f"127.0.0.1:{gcs}", url, auth, psutil.Process(process.pid), python, folder, ports[JOB_AGENT]
+        )
         yield cluster
 
 
@@ -170,14 +174,12 @@ def short_folder(prefix: str) -> Path:
 
 
 def _ray_start(python: str, num_cpus: int, folder: Path, gcs_port: int, options: Sequence[str]) -> list[str]:
-    client, *agents = free_ports(1 + len(AGENTS))
+    (client,) = free_ports(1)
     return [
         *(python, "-m", "ray.scripts.scripts", "start", "--head", "--block", "--disable-usage-stats"),
         *("--include-log-monitor=False", f"--num-cpus={num_cpus}", f"--temp-dir={folder}"),
         *("--node-ip-address=127.0.0.1", f"--port={gcs_port}"),
-        *(f"--{agent}-port={port}" for agent, port in zip(AGENTS, agents, strict=True)),
-        # A port that is chosen here could be taken before the agent listens, which then accepts no job and does not say so.
-        *(f"--ray-client-server-port={client}", "--dashboard-agent-listen-port=0", *options),
+        *(f"--ray-client-server-port={client}", *options),
     ]
 
 
@@ -216,7 +218,6 @@ def await_start(cluster: LocalCluster, has_started: Callable[[], bool]) -> None:
     began = looked = time.monotonic()
     is_slow = False
     while not has_started():
-        agent_listens(cluster)
         if (now := time.monotonic()) > looked + 1.0 or not is_alive(cluster.process):
             looked, problem = now, _problem_of_start(cluster, now - began)
             if problem:
@@ -237,19 +238,13 @@ def _problem_of_start(cluster: LocalCluster, seconds: float) -> str | None:
     return f"did not start within {START_TIMEOUT_S} s" if seconds > START_TIMEOUT_S else None
 
 
-def agent_listens(cluster: LocalCluster) -> bool:
-    """Return whether the agent that runs jobs listens. The first call lets the raylet start without it.
-
-    This agent has to choose its port itself, so the raylet would wait for it, and end after 15 s. The raylet does not need the port.
-    """
-    for gcs in (cluster.folder / "session_latest").glob(
-        "gcs_server_port_*"
-    ):  # the node's id is in the names of these files
-        file = gcs.with_name(gcs.name.replace("gcs_server", "dashboard_agent_listen"))
-        with suppress(FileExistsError):
-            os.link(cluster.folder / "no-port", file)
-        return file.read_text() != NO_PORT
-    return False
+def listens(port: int) -> bool:
+    """Return whether a process of this machine listens on a port."""
+    try:
+        socket.create_connection(("127.0.0.1", port), timeout=2).close()
+    except OSError:
+        return False
+    return True
 
 
 def _name(process: psutil.Process) -> str:

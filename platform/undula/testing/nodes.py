@@ -26,8 +26,6 @@ ATTEMPT_LIMIT_S = 60.0
 """Maximum seconds of an attempt to start a node, which takes half of it while three others start on two cores."""
 JOIN_LIMIT_S = 300.0
 """Seconds after which no further attempt begins."""
-NODE_AGENTS = (*AGENTS, "dashboard-agent-listen")
-"""Agents of a node, none of which chooses its port."""
 AGENTS_LIMIT_S = 120
 """Maximum seconds until the agents of a node answer, before its first worker starts."""
 ANSWER_LIMIT_S = 120.0
@@ -179,7 +177,7 @@ class Nodes:
 
     def _try_to_start(self, node: str, num_cpus: int) -> bool:
         """Start a node, and return whether it joined the cluster in time."""
-        agents = dict(zip(NODE_AGENTS, free_ports(len(NODE_AGENTS)), strict=True))
+        agents = dict(zip(AGENTS, free_ports(len(AGENTS)), strict=True))
         command = _ray_start(self.cluster, num_cpus, agents)
         own = {"RAY_OVERRIDE_NODE_ID_FOR_TESTING": node, "UNDULA_MEMORY": str(self._memory / node)}
         with self._changing:
