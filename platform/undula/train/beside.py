@@ -1,10 +1,13 @@
-"""State of modules that are no part of the model, which is lost when a run resumes. The first step shows whether there is any."""
+"""What no state of a run has, and is lost when it resumes: tensors of modules that are no part of the model, and buffers of the model that
+are not persistent. The first step shows whether it changes any."""
 
 import gc
 from itertools import chain, starmap
 
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
+
+from undula.recovery.fingerprint import Watched, differ
 
 
 class StateBeside:
@@ -24,6 +27,12 @@ class StateBeside:
             for name, tensor in _tensors(layer).items()
             if id(tensor) not in own
         ]
+        self._unsaved = [
+            (path, layer, name, _watched(layer, name).take())
+            for path, layer in model.named_modules()
+            for name in sorted(layer._non_persistent_buffers_set)
+            if layer._buffers.get(name) is not None
+        ]
 
     def changed(self) -> str | None:
         """Return the class of a module and its tensor, as in "Centre.mean", if one has changed; None if none has."""
@@ -32,6 +41,17 @@ class StateBeside:
             if now is not tensor or version_of(now) != version:
                 return f"{type(layer).__name__}.{name}"
         return None
+
+    def unsaved(self) -> str | None:
+        """Return the name of a buffer of the model that is not persistent, if its values have changed; None if none has."""
+        for path, layer, name, before in self._unsaved:
+            if layer._buffers.get(name) is not None and differ(before, _watched(layer, name).take()):
+                return f"{path}.{name}".removeprefix(".")
+        return None
+
+
+def _watched(layer: nn.Module, name: str) -> Watched:
+    return Watched(lambda: [buffer] if (buffer := layer._buffers[name]) is not None else [])
 
 
 def _modules() -> list[nn.Module]:

@@ -151,6 +151,8 @@ class TrainingLoop:
                     )
                 if beside and (changed := beside.changed()):
                     self.attempt.report(WarningEvent("state_beside_model", changed, step=step.index + 1))
+                if beside and (unsaved := beside.unsaved()):
+                    self.attempt.report(WarningEvent("buffer_not_saved", unsaved, step=step.index + 1))
                 if beside and setup.job.ends_after is None:  # a smoke test checks this itself
                     self.saver.report_lack_of_room()
                 index, beside = index + step.merged_steps, None

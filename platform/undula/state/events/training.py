@@ -333,7 +333,7 @@ WarningCode = Literal[
     "checkpoint_skipped", "checkpoint_failed", "last_checkpoint_failed", "checkpoints_not_removed", "no_room", "no_snapshots",
     "no_replicas", "state_at_risk", "no_validation", "no_validation_data", "batch_rule", "other_rates", "mixed_machines",
     "gradient_overflow", "no_finite_gradients", "non_finite_gradient", "node_refused", "unfinished_work", "sync_batch_norm",
-    "state_beside_model", "settings_taken", "settings_kept", "state_in_script",
+    "state_beside_model", "buffer_not_saved", "settings_taken", "settings_kept", "state_in_script",
 ]  # fmt: skip
 _WARNINGS: Mapping[WarningCode, str] = {
     "checkpoint_skipped": "A damaged checkpoint is not used: {detail}.",
@@ -350,6 +350,8 @@ _WARNINGS: Mapping[WarningCode, str] = {
     "workers they would depend on the number of workers: {detail}; use BatchNorm to avoid this message.",
     "state_beside_model": "A step changes {detail}, which is no part of the model: it begins anew after a resume and, if batches "
     "change it, depends on the number of workers; make its module a part of the one that run.model() gets, or keep it in a buffer there.",
+    "buffer_not_saved": "A step changes the buffer {detail}, which is registered with persistent=False: no state of the run has it, and it "
+    "begins anew after a resume; register it with persistent=True.",
     "settings_taken": "The run goes on with other settings than its state was saved with: {detail}; to have them from the first step on, "
     "start over with --fresh.",
     "settings_kept": "The script gives other settings than before, although it was not submitted again, so that they depend on the workers "
