@@ -11,12 +11,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from undula.data.nested import with_tensors
 from undula.parallel.engines.engine import Engine
 from undula.parallel.engines.select import make_engine
 from undula.parallel.random_state import kept_random_state
 from undula.parallel.reduce.tree_sum import added
+from undula.parallel.spec import ShardingSpec
 from undula.plan.plan import MicroBatch
 from undula.plan.tree import Node, combined
 from undula.recovery.worker_state import WorkerState
@@ -72,7 +74,8 @@ class RecordedStep:
 def train_plainly(
     train: Callable[[Run], None], job: Job, recorded: Sequence[RecordedStep], device: torch.device
 ) -> dict[str, Tensor]:
-    """Train on recorded steps in a plain loop, and return the parameters at its end by name."""
+    """Train on recorded steps in a plain loop, and return the parameters at its end by name. The model is whole."""
+    job = replace(job, sharding=ShardingSpec())
     with local_world(device):
         session = _PlainSession(job, device, recorded)
         run = Run(session)
@@ -226,8 +229,12 @@ def parameters_of(module: nn.Module) -> dict[str, Tensor]:
         for name, tensor in module.named_buffers()
         if not (tensor.is_floating_point() or tensor.is_complex())
     }
-    parameters = {name_of(name): tensor.detach().clone() for name, tensor in module.named_parameters()}
+    parameters = {name_of(name): _whole(tensor.detach()).clone() for name, tensor in module.named_parameters()}
     return parameters | {name: tensor.double() for name, tensor in counts.items()}
+
+
+def _whole(tensor: Tensor) -> Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def first_gap(parameters: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> str | None:

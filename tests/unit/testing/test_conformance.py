@@ -41,6 +41,11 @@ def test_a_run_resumes_exactly_with_an_optimizer(name: str, job: str) -> None:
     check(ALL[name], job, *STEPS, "data.validation=null", parts=("resume",))
 
 
+@pytest.mark.parametrize("name", ["plain", "tied weights", "repeated blocks"])
+def test_a_sharded_run_resumes_exactly_and_trains_as_a_plain_loop_over_the_whole_model(name: str, job: str) -> None:
+    check(ALL[name], job, *STEPS, "sharding.stage=3")
+
+
 @pytest.mark.parametrize("keep", ["selective", "sqrt"])
 def test_a_run_whose_activations_are_recomputed_resumes_exactly(keep: str, job: str) -> None:
     check(ALL["repeated blocks"], job, *STEPS, f"activations.keep={keep}")
