@@ -111,5 +111,5 @@ class WatchedRun:
                 raise GroupEnded
 
     def _record_settings(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        assert self._by.steps is not None
-        self._by.steps[-1].add_settings(optimizer)
+        if self._by.steps:  # a script may let the optimizer make its state before the first step
+            self._by.steps[-1].add_settings(optimizer)
