@@ -218,6 +218,7 @@ def await_start(cluster: LocalCluster, has_started: Callable[[], bool]) -> None:
     began = looked = time.monotonic()
     is_slow = False
     while not has_started():
+        _name_port(cluster)
         if (now := time.monotonic()) > looked + 1.0 or not is_alive(cluster.process):
             looked, problem = now, _problem_of_start(cluster, now - began)
             if problem:
@@ -236,6 +237,19 @@ def _problem_of_start(cluster: LocalCluster, seconds: float) -> str | None:
     if any(not is_alive(process) for process in descendants(cluster.process) if _name(process) == "raylet"):
         return "lost its raylet while it started"  # `ray start` would wait for it
     return f"did not start within {START_TIMEOUT_S} s" if seconds > START_TIMEOUT_S else None
+
+
+def _name_port(cluster: LocalCluster) -> None:
+    """Tell the raylet which port the agent that runs jobs will have.
+
+    The raylet waits for the file in which this agent writes its port, also if that is given, and ends after 15 s without it.
+    """
+    written = cluster.folder / "agent-port"
+    if not written.exists():
+        written.write_text(str(cluster.agent_port))
+    for gcs in (cluster.folder / "session_latest").glob("gcs_server_port_*"):  # these names have the node's id
+        with suppress(FileExistsError):
+            os.link(written, gcs.with_name(gcs.name.replace("gcs_server", "dashboard_agent_listen")))
 
 
 def listens(port: int) -> bool:
