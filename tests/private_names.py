@@ -43,7 +43,7 @@ ALLOWED: Mapping[str, Mapping[str, str]] = {
     },
     "torch 2.13": {
         "_amp_foreach_non_finite_check_and_unscale_": "train.open_gradients",
-        "_buffers": "parallel.recompute state.model_state testing.records",
+        "_buffers": "parallel.recompute state.model_state testing.records train.beside",
         "_cdata": "parallel.host_memory parallel.materialize train.dry_run.storages",
         "_check_input_dim": "parallel.batch_norm",
         "_checkpoint_wrapped_module": "state.model_state",
@@ -63,7 +63,7 @@ ALLOWED: Mapping[str, Mapping[str, str]] = {
         "_modules": "parallel.parameters",
         "_mp_policy": "parallel.reduce.unit",
         "_nnz": "parallel.reduce.sparse",
-        "_non_persistent_buffers_set": "state.model_state testing.records train.buffers",
+        "_non_persistent_buffers_set": "state.model_state testing.records train.beside train.buffers",
         "_optimizer_step_post_hooks": "parallel.sharding",
         "_optimizer_step_pre_hooks": "parallel.sharding",
         "_orig_mod": "state.model_state",
