@@ -74,7 +74,7 @@ def test_the_result_is_printed_below_the_last_status_on_a_terminal() -> None:
 def test_an_event_is_broken_between_words_on_a_terminal_and_a_printed_line_is_left_alone(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("shutil.get_terminal_size", lambda: os.terminal_size((40, 24)))
+    monkeypatch.setattr("shutil.get_terminal_size", lambda *_, **__: os.terminal_size((40, 24)))
     out = Terminal()
     screen = LiveScreen(out)
     event, printed = (

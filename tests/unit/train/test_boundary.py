@@ -183,7 +183,7 @@ class FullNode:
     def wait(self) -> None:
         self.lacks_piece = True
 
-    def wants(self, step_s: float) -> tuple[bool, bool]:
+    def wants(self, step_s: float, always: bool) -> tuple[bool, bool]:
         return True, False
 
 
@@ -191,7 +191,8 @@ def test_the_ranks_agree_on_a_step_only_after_each_has_stored_the_last_snapshot(
     """Otherwise a fast rank could replace the last complete state while a slow one has not stored the newer one yet."""
     layout = SimpleNamespace(control=dist.group.WORLD)
     setup: Any = SimpleNamespace(worker=WorkerState(), layout=layout)
-    saver: Any = SimpleNamespace(snapshots=FullNode(), checkpoints=SimpleNamespace(has_finished_here=False))
+    checkpoints = SimpleNamespace(has_finished_here=False)
+    saver: Any = SimpleNamespace(snapshots=FullNode(), checkpoints=checkpoints, updates=None)
     wants = StepBoundary(setup, Any, ScriptState(), Attempt(setup), saver)._wants()  # type: ignore[arg-type]
     assert wants.snapshots
     assert wants.lacks_memory
