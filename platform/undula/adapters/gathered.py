@@ -72,7 +72,7 @@ class Gathered(Tensor):
 
 
 class GatheredNumber:
-    """A number of such a tensor. It is no float, because C code, such as math.sqrt() or torch.tensor(), reads floats unnoticed."""
+    """A number of such a tensor. It is no float, because C code, such as that of math.sqrt(), reads floats unnoticed."""
 
     def __init__(self, value: float):
         self._value = value
