@@ -1,5 +1,6 @@
 """Worker processes that outlive their groups, as on Ray: one is killed in the middle of a step, and the others go on in a new group."""
 
+import gc
 import pickle
 import signal
 import traceback
@@ -254,9 +255,11 @@ def _train(order: Order, worker: WorkerState) -> Ended:
         if how != "ended":
             run.hand_over()
         run.free()
+        del run
     if how == "broken":
         cut_connections(listening_ports())  # as the controller asks for, so that no rank waits for this one
     dist.destroy_process_group()
+    gc.collect()  # closes the connections that this process has opened itself
     held, state = worker.held, f"{order.file}-{order.rank}.state"
     Path(state).write_bytes(pickle.dumps(held))
     lacked, received = counted or (0, 0)
