@@ -162,7 +162,7 @@ REFUSED: dict[str, tuple[Script, str]] = {
     ),
     "whole weights in the loss": (
         Script(penalty=lambda model: model.blocks[0][0].weight.full_tensor().square().sum()),
-        "forward pass or full_tensor(), but the number of workers decides",
+        "forward pass, full_tensor(), or compute() of a metric of torchmetrics, but the number of workers decides",
     ),
     "a change of a gathered weight": (
         Script(in_batch=change_gathered),
