@@ -6,6 +6,7 @@ Counts of changes in place, as torch keeps them, miss what is written by way of 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TypeAlias
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -24,8 +25,9 @@ Fingerprint: TypeAlias = dict[torch.device, Tensor]
 class Watched:
     """Tensors whose changes are seen in their fingerprints.
 
-    A fingerprint reads each tensor once. The bits of a tensor are taken as words of 64 bits, which are added up modulo 2^64 by columns, and
-    then, times an odd factor for each column, to one number. A change is missed only if the changes of all words cancel out.
+    The bits of a tensor are taken as words of 64 bits, which are added up modulo 2^64 by columns, and then, times an odd factor for each
+    column, to one number. This is done twice, the second time with words that begin 32 bits later: in one sum, two changes of the highest
+    bit, which is the sign of a number, would cancel out. A change is missed only if the changes of all words cancel out in both sums.
 
     Args:
         tensors: Callback that returns the tensors. They and their memory may be others in each call. Of a DTensor, the local part counts.
@@ -48,26 +50,37 @@ class Watched:
         sums: dict[torch.device, list[Tensor]] = {}
         for bucket in self._buckets:
             flat = bucket[0] if len(bucket) == 1 and bucket[0].data_ptr() % 8 == 0 else torch.cat(bucket)
-            sums.setdefault(flat.device, []).append(self._sum(flat))
+            sums.setdefault(flat.device, []).extend(self._sums(flat))
         return {device: torch.stack(of_device) for device, of_device in sums.items()}
 
     def release(self) -> None:
         """Forget the tensors, which would stay in memory where others take their places."""
         self._places, self._buckets = [], []
 
-    def _sum(self, flat: Tensor) -> Tensor:
-        """Return the sum of bytes in one dimension, as a scalar."""
+    def _sums(self, flat: Tensor) -> list[Tensor]:
+        """Return the two sums of bytes in one dimension, as scalars."""
         if flat.device not in self._factors:
             draws = torch.Generator().manual_seed(0)
             drawn = torch.randint(2**62, (COLUMNS,), generator=draws, dtype=torch.int64, device="cpu")
             self._factors[flat.device] = (2 * drawn + 1).to(flat.device)
         factors, rest = self._factors[flat.device], len(flat) % 8
         words = flat[: len(flat) - rest].view(torch.int64)
-        count = len(words) // COLUMNS * COLUMNS
-        columns = words[:count].view(-1, COLUMNS).sum(0)
-        columns[: len(words) - count] += words[count:]
-        total = (columns * factors).sum()
-        return total + (flat[len(flat) - rest :].long() * factors[:rest]).sum() if rest else total
+        end = (flat[len(flat) - rest :].long() * factors[:rest]).sum()
+        return [_sum(words, factors) + end, _sum(_later_words(flat, words), factors)]
+
+
+def _sum(words: Tensor, factors: Tensor) -> Tensor:
+    count = len(words) // COLUMNS * COLUMNS
+    columns = words[:count].view(-1, COLUMNS).sum(0)
+    columns[: len(words) - count] += words[count:]
+    return (columns * factors).sum()
+
+
+def _later_words(flat: Tensor, words: Tensor) -> Tensor:
+    """Return words that begin 32 bits after those of some bytes, or the higher halves of these, which say as much and take a copy."""
+    if flat.device.type == "cpu" and type(flat) is Tensor and len(words) > 1:
+        return torch.from_numpy(flat.numpy()[4 : 8 * len(words) - 4].view(np.int64))  # torch itself has no such view
+    return words >> 32
 
 
 def differ(one: Fingerprint, other: Fingerprint) -> Tensor:

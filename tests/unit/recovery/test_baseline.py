@@ -65,8 +65,30 @@ def write_part(model: Model) -> None:
     model.part.data.fill_(7.0)
 
 
+def negate_column(model: Model) -> None:
+    """Change the sign of an even number of elements, which is the highest bit of words of 64 bits."""
+    model.large.data[:, 1].neg_()
+
+
+def negate_two(model: Model) -> None:
+    model.small.data[:2].neg_()
+
+
+def exchange_rows(model: Model) -> None:
+    model.large.data[[3, 60]] = model.large.data[[60, 3]]
+
+
+def write_with_numpy(model: Model) -> None:
+    model.large.detach().numpy()[99, 49] += 1e-3
+
+
 @pytest.mark.parametrize(
-    "change", [decay, swap, assign, break_up, halve, write_part], ids=lambda change: str(change.__name__)
+    "change",
+    [
+        *(decay, swap, assign, break_up, halve, write_part),
+        *(negate_column, negate_two, exchange_rows, write_with_numpy),
+    ],
+    ids=lambda change: str(change.__name__),
 )
 def test_changed_parameters_are_noticed(change: Callable[[Model], None]) -> None:
     model, _, baseline = taken()
