@@ -45,7 +45,7 @@ def distilled(model: nn.Module, batch: Any) -> Tensor:
 
 
 def contrastive(model: nn.Module, batch: Any) -> Tensor:
-    """Return the mean loss of samples, each of which is told apart from the others of its batch."""
+    """Return the mean loss of a model that must tell each sample from the others of its batch."""
     features = model(batch["x"][:, None] / ROWS)
     return nn.functional.cross_entropy(features @ features.T, torch.arange(len(features), device=features.device))
 

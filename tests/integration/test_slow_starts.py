@@ -20,7 +20,7 @@ from undula.errors import ClusterError
 from undula.state.processes import descendants, send_signal
 
 AGENTS_S = 17
-"""Seconds for which the agents of a node begin to start, more than a raylet waits for those that choose their ports."""
+"""Seconds by which the agents of a node start late. A raylet waits for less, if agents choose their ports."""
 RAYLET_S = 32
 """Seconds for which a raylet does nothing, more than `ray start` waits by default."""
 SLOW = f"""

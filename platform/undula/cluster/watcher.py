@@ -100,7 +100,7 @@ def drain_here(notice: Notice, address: str, node: str | None) -> list[str]:
 
 
 def nodes_to_drain(head: Head, node: str | None) -> list[str]:
-    """Return the ids of the nodes of this machine, or of those that `node` names, which can be an id or an address."""
+    """Return the ids of the nodes to drain: those of this machine, or, if `node` is given, those with this id or address."""
     if not node:
         return list(head.ask("here"))
     if NODE_ID.fullmatch(node):
