@@ -12,7 +12,7 @@ from group_kit import Fault, Place, Workers
 
 from undula.parallel.spec import ShardingSpec
 
-DRAWS, OF_THE_NIGHT = 10, 500
+DRAWS, OF_THE_NIGHT = 30, 500
 
 
 def check(number: int, folder: Path) -> None:
