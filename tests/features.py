@@ -25,6 +25,7 @@ from feature_scripts import (
     Routed,
     Train,
     adamw,
+    clamp,
     contrastive,
     distilled,
     drawn,
@@ -153,6 +154,7 @@ FEATURES: dict[str, Feature] = {
     "mean over tokens": Feature(on_tokens, plan=SHORT),
     "random numbers": Feature(Loop(loss=with_random_numbers, between=lambda: float(drawn()))),
     "named means": Feature(Loop(validate=named_means), plan={"micro_batch": 2, "global_batch": 20, "epochs": 3}),
+    "clamped": Feature(Loop(change=clamp)),
     "contrastive": Feature(Loop(loss=contrastive), plan=SHORT),
     "distilled": Feature(Loop(Blocks, adamw, distilled), plan={"global_batch": 48, "virtual_workers": 6, "epochs": 6}),
     "short last step": Feature(plan={"global_batch": 20, "epochs": 3}),
@@ -192,7 +194,7 @@ FEATURES |= {
         *((1, "noise scale"), (2, "noise scale, uneven micro-batches"), (3, "noise scale, uneven micro-batches")),
         *((stage, "experts, heads and skipped blocks") for stage in (1, 2, 3)),
         *((2, "rule noise_scale"), (3, "rule adascale"), (1, "compressed"), (2, "compressed"), (3, "compressed")),
-        *((stage, "an average in the state of the script") for stage in (1, 2, 3)),
+        *((stage, name) for stage in (1, 2, 3) for name in ("an average in the state of the script", "clamped")),
     )
 }
 FEATURES |= {

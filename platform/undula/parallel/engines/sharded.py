@@ -23,7 +23,7 @@ from undula.parallel.local_step import on_local_parts
 from undula.parallel.materialize import is_on_meta, materialize, own_layers, problem_of_meta
 from undula.parallel.precision import dtype_of
 from undula.parallel.reduce.sharded import PROBLEM_OF_SHARDS, ShardedAccumulator
-from undula.parallel.sharded_numbers import refuse_local_numbers
+from undula.parallel.sharded_tensors import adapt_sharded_tensors
 from undula.parallel.sharding import (
     Settles,
     has_known_results,
@@ -85,7 +85,7 @@ class ShardedEngine(Engine):
             part.set_reduce_scatter_unused_params(True)
             # Torch derives a class named FSDP..., and transformers chooses losses, among others, by the name of a model's class.
             type(part).__name__ = type(part).__mro__[2].__name__
-        refuse_local_numbers()
+        adapt_sharded_tensors()
         guard_methods(_parts(module), lambda: self._is_in_batch)
         self._hooks = [
             module.register_forward_pre_hook(self._before_own_forward, prepend=True),

@@ -1,4 +1,4 @@
-"""Numbers of sharded tensors that would differ between numbers of workers: norms, numbers of a worker's own part, and random ones."""
+"""What sharded tensors do otherwise than in torch, so that a script has the results that it has with whole tensors."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
@@ -8,21 +8,44 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 
 from undula.errors import UsageError
+from undula.state.boxes import whole_box
+from undula.state.pieces import copy_overlap, piece_of
 
 
-def refuse_local_numbers() -> None:
-    """Refuse, from now on in this process, what torch computes of a worker's shard alone, and compute norms of the whole tensors.
+def adapt_sharded_tensors() -> None:
+    """Change in this process, from now on, what sharded tensors do: refuse numbers of a worker's shard alone, compute norms of the whole
+    tensors, and take what is assigned to `data`.
 
     A sum over a sharded tensor is one of the worker's part until something needs the whole, for which `item()` does not ask. Random numbers
     of the shape of a sharded tensor are drawn for each shard by a generator of the same state. Norms of shards, which
-    `torch.nn.utils.clip_grad_norm_` takes, are put together in an order that depends on the number of workers.
+    `torch.nn.utils.clip_grad_norm_` takes, are put together in an order that depends on the number of workers. An assignment to
+    `data` of a sharded tensor leaves the shard as it is.
     """
+    DTensor.data = property(Tensor.data.__get__, _set_data)  # type: ignore[assignment, attr-defined]
     dispatcher: Any = DTensor._op_dispatcher
     handlers = dispatcher._custom_op_handlers
     handlers[torch.ops.aten._local_scalar_dense.default] = _number
     handlers |= dict.fromkeys(dispatcher._random_ops, _random)
     handlers[torch.ops.aten.linalg_vector_norm.default] = _norm
     handlers[torch.ops.aten._foreach_norm.Scalar] = _norms
+
+
+def _set_data(sharded: DTensor, value: Tensor) -> None:
+    """Copy a tensor, sharded or whole, into a sharded one. All ranks must call this."""
+    if value.shape != sharded.shape or value.dtype != sharded.dtype:
+        raise UsageError(
+            f"the script assigned {_text(value)} to the data of a sharded tensor, which has {_text(sharded)}; assign a tensor of the same "
+            "dtype and shape"
+        )
+    with torch.no_grad():
+        if isinstance(value, DTensor):
+            sharded.copy_(value)
+        else:
+            copy_overlap(whole_box(tuple(value.shape)), value.detach(), piece_of(sharded))
+
+
+def _text(tensor: Tensor) -> str:
+    return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
 
 
 def _number(operation: object, arguments: tuple[Any, ...], keywords: object) -> float:
