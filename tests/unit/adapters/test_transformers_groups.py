@@ -6,13 +6,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from adapters_kit import columns, job_of_script, renamed, store_of, train_group, train_here
-from tiny_lm import tiny_gpt
-from transformers import EarlyStoppingCallback
+from tiny_lm import Sequences, tiny_gpt
+from transformers import EarlyStoppingCallback, TrainerCallback, default_data_collator
 from transformers_kit import Trained, arguments, train_in_groups
 
 from undula.adapters.transformers import Trainer
-from undula.state.events import EndEvent, ValidationEvent
+from undula.state.events import EndEvent, ValidationEvent, WarningEvent
 from undula.state.ledger import events_of, read_ledger
 from undula.train.job import Job
 
@@ -75,3 +76,58 @@ def test_the_last_evaluation_is_repeated_until_it_is_done(tmp_path: Path) -> Non
     script = train_in_groups(job, lambda ends: Trained(Trainer, args, callbacks=[ends]), (6, None), (6, None))
     assert events(job) == events(expected) == ([2, 4, 6], [6])
     assert script.logs == undisturbed.logs
+
+
+class Collates:
+    """Data collator with a generator of its own."""
+
+    def __init__(self) -> None:
+        self.random = torch.Generator()
+
+    def __call__(self, rows: list[Any]) -> dict[str, Any]:
+        torch.rand((), generator=self.random)
+        return dict(default_data_collator(rows))
+
+
+class Counts(TrainerCallback):
+    """Callback with a sum over the steps, and the last batch that it has seen."""
+
+    def __init__(self) -> None:
+        self.total, self.last = torch.zeros(1), None
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **more: Any) -> None:
+        self.total += 1
+        self.last = torch.ones(2)
+
+
+class Centers(Trainer):
+    """Trainer with a mean of outputs that its loss uses."""
+
+    center = torch.zeros(())
+    best: Any = None
+
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        outputs = model(**inputs)
+        self.center = 0.9 * self.center + 0.1 * outputs.logits.detach().mean()
+        self.best = outputs.loss.detach()
+        return (outputs.loss, outputs) if return_outputs else outputs.loss
+
+
+def test_what_steps_change_in_attributes_is_an_event(tmp_path: Path) -> None:
+    def main() -> None:
+        args = arguments(tmp_path / "out", max_steps=4, eval_strategy="no", save_strategy="no")
+        trainer = Centers(tiny_gpt(), args, Collates(), Sequences(100), callbacks=[Counts()])
+        trainer.center = torch.zeros(())
+        trainer.train()
+
+    found = events_of(read_ledger(store_of(train_here(main, tmp_path))).events, WarningEvent)
+    told = [each.detail for each in found if each.code == "state_beside_model"]
+    assert sorted(told) == ["Centers.center", "Centers.data_collator", "Counts.total"]
+
+
+def test_a_trainer_of_hugging_face_has_nothing_to_tell(tmp_path: Path) -> None:
+    args = arguments(tmp_path / "out", max_steps=4, eval_steps=2, save_strategy="no", logging_steps=1)
+    found = events_of(read_ledger(store_of(train_here(Trained(Trainer, args), tmp_path))).events, WarningEvent)
+    assert not any(each.code == "state_beside_model" for each in found)

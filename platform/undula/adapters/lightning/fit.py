@@ -23,8 +23,6 @@ from undula.train.step import Step
 if TYPE_CHECKING:
     from pytorch_lightning import Callback, LightningDataModule, LightningModule
 
-WATCHED_STEPS = 3
-"""Number of steps at the begin of a run in which a change of a tensor beside the model is an event."""
 LOSS = "loss"
 """Name of the loss in the result of a step, and among the means of a validation."""
 
@@ -82,8 +80,6 @@ class _Fit:
         self._begun_epochs = 0
         """Number of epochs whose on_train_epoch_start was called, which is part of the run's state."""
         self._epoch_is_open = False
-        self._warned: set[str] = set()
-        """Tensors beside the model of which an event says that they change."""
         self._validated_batches: int | None = None
         """Number of batches that this rank has validated; None outside of a validation."""
 
@@ -184,16 +180,7 @@ class _Fit:
         trainer.global_step = step.index + step.merged_steps
         assert last is not None
         self._end_batch(*last)
-        if step.index < WATCHED_STEPS:
-            self._warn_of_state(is_first=step.index == 0)
-
-    def _warn_of_state(self, is_first: bool) -> None:
-        """Report tensors in attributes that a step changes. After the first step, one that is replaced may be an output that is shown."""
-        for each in self._hooks.own_tensors.moved():
-            is_state = each.is_in_place or (is_first and not each.is_new)
-            if is_state and not each.in_module and each.name not in self._warned:
-                self._warned.add(each.name)
-                self._run.warn_of_state(each.name)
+        self._hooks.own_tensors.after_step(step.index, self._run.warn_of_state)
 
     def _train_batch(self, step: Step, batch: Any, index: int, is_first: bool) -> dict[str, Any]:
         """Run a micro-batch, and return what callbacks get as its outputs."""

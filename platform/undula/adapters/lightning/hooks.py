@@ -12,8 +12,8 @@ import torch
 from undula.adapters.lightning.data import Data
 from undula.adapters.lightning.goals import Goals, problem_with
 from undula.adapters.lightning.library import Library, Schedulers, name_of
-from undula.adapters.lightning.own_tensors import OwnTensors
 from undula.adapters.lightning.stand_in import FitTrainer
+from undula.adapters.own_tensors import OwnTensors
 from undula.adapters.refusals import CALLBACKS, DISPLAYS, MODULE_HOOKS, refused_override
 from undula.errors import UsageError
 from undula.plan.plan import Plan
@@ -58,7 +58,7 @@ class Hooks:
         _check_callbacks(given, goals)
         self.callbacks = [callback for callback in given if not _named(callback, (*DISPLAYS, *OF_GOALS))]
         self.own_tensors = OwnTensors(
-            module, [each for each in self.callbacks if not library.is_overridden("state_dict", each)]
+            module, [*(each for each in self.callbacks if not library.is_overridden("state_dict", each)), module]
         )
         """Tensors that no checkpoint has."""
         self._loaders = dict(loaders)

@@ -12,6 +12,7 @@ import os
 import time
 from collections.abc import Mapping
 from contextlib import nullcontext
+from itertools import filterfalse
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from transformers.trainer_utils import TrainOutput
 
 from undula.adapters.evaluation import RankBatches, kept_loader
 from undula.adapters.gathered import metrics_of_batch, open_batch, plain, refuse_gathered
+from undula.adapters.own_tensors import OwnTensors
 from undula.adapters.refusals import refuse_backward
 from undula.adapters.script import Offer, place
 from undula.adapters.transformers.arguments import job_settings, refuse_unsupported
@@ -91,9 +93,8 @@ class ElasticMixin(_Base):  # type: ignore[misc]
         self.accelerator.backward = self._backward
         self.accelerator.gather = self.accelerator.gather_for_metrics = self.gather_function = self._gather
         self.accelerator.reduce = self._reduce
-        self.accelerator.pad_across_processes = lambda tensor, *_, **__: (
-            tensor
-        )  # what is gathered need not be of one size
+        # What is gathered need not be of one size.
+        self.accelerator.pad_across_processes = lambda tensor, *_, **__: tensor
         self._weights: WholeWeights | None = None
         self._step: Step | None = None
         self._evaluated: RankBatches | None = None
@@ -133,8 +134,7 @@ class ElasticMixin(_Base):  # type: ignore[misc]
     def _begin_evaluation(self) -> None:
         self._offer_in_driver()
         self._evaluated = None
-        run = place().run
-        if run is not None and run.sharding_stage and self._weights is None:
+        if (run := place().run) is not None and run.sharding_stage and self._weights is None:
             self._give(run)
 
     def prediction_step(self, model: nn.Module, *arguments: Any, **more: Any) -> Any:
@@ -148,8 +148,7 @@ class ElasticMixin(_Base):  # type: ignore[misc]
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Save the model in Hugging Face's format. Rank 0 writes it, and may call this alone; in a step's save, the others wait."""
-        run = place().run
-        if run is not None:
+        if (run := place().run) is not None:
             run.alive()
         with self._weights.gathered() if self._weights else nullcontext():
             super().save_model(output_dir, _internal_call)
@@ -295,12 +294,15 @@ class ElasticMixin(_Base):  # type: ignore[misc]
             self._evaluate(None, ignore_keys_for_eval, skip_scheduler=True)
         if self._is_unfinished:
             self._after_step(run, model, self.state.global_step, ignore_keys_for_eval)
+        own = OwnTensors(model, [self, *filterfalse(exported_state, self.callback_handler.callbacks)], ["_tr_loss"])
+        own.take()
         # A loop that has begun counts the work after the last step as done, and ends if no step is left.
         for step in run.steps():
             if (number := run.plan.step(step.index).epoch) != epoch:
                 epoch = number
                 self.control = self.callback_handler.on_epoch_begin(args, self.state, self.control)
             self._train_step(run, step, model)
+            own.after_step(step.index, run.warn_of_state)
             self._after_step(run, model, step.index, ignore_keys_for_eval)
 
     def _train_step(self, run: Run, step: Step, model: nn.Module) -> None:
@@ -406,14 +408,12 @@ class ElasticMixin(_Base):  # type: ignore[misc]
 
     def _restore(self, values: Mapping[str, Any], is_unfinished: bool) -> None:
         self._is_restored, self._is_unfinished = True, is_unfinished
-        for owner, attributes in ((self.state, values["fields"]), (self, values["counters"])):
+        callbacks = zip(self.callback_handler.callbacks, values["callbacks"], strict=False)
+        for owner, attributes in ((self.state, values["fields"]), (self, values["counters"]), *callbacks):
             for name, value in attributes.items():
                 setattr(owner, name, value)
         self._tr_loss.fill_(values["loss"])
         self.state.log_history = self._history.restore(values["history"])
-        for callback, attributes in zip(self.callback_handler.callbacks, values["callbacks"], strict=False):
-            for name, value in attributes.items():
-                setattr(callback, name, value)
 
 
 class Trainer(ElasticMixin, transformers.Trainer):  # type: ignore[misc]
