@@ -1,13 +1,18 @@
 """Layout of a worker group: its cells, the virtual workers of each cell, and the process group that each collective uses."""
 
+from collections.abc import MutableMapping
 from dataclasses import dataclass
 from datetime import timedelta
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 
 from undula.plan.plan import Plan
 from undula.plan.tree import Node, assign, roots
+
+_groups: MutableMapping[dist.ProcessGroup, tuple[dist.ProcessGroup, dist.ProcessGroup]] = WeakKeyDictionary()
+"""Process groups of a run, by default process group, with which they end."""
 
 
 @dataclass(frozen=True)
@@ -79,7 +84,8 @@ def join_layout(rank: int, world_size: int, device: torch.device, local_rank: in
     which can be seen and named. In a group of the run it would meet a collective of the run on the other ranks: gloo mixes their data, or
     aborts the process if they differ in size.
 
-    The groups have the time limit of the default process group, whereas torch would give each the default of its backend.
+    The groups have the time limit of the default process group, whereas torch would give each the default of its backend. Another training
+    in the same default process group gets the same ones, because threads of gloo poll a hundred times a second for each group.
 
     Args:
         rank: Rank of this process.
@@ -89,8 +95,10 @@ def join_layout(rank: int, world_size: int, device: torch.device, local_rank: in
     """
     world = dist.group.WORLD
     assert world is not None, "torch.distributed.init_process_group must be called first"
-    timeout = timeout_of(world)
-    control, shards = dist.new_group(backend="gloo", timeout=timeout), dist.new_group(timeout=timeout)
+    if world not in _groups:
+        timeout = timeout_of(world)
+        _groups[world] = dist.new_group(backend="gloo", timeout=timeout), dist.new_group(timeout=timeout)
+    control, shards = _groups[world]
     return Layout(rank, world_size, local_rank, device, control, everyone=shards, shards=shards)
 
 

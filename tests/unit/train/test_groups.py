@@ -10,7 +10,6 @@ from typing import Any
 import psutil
 import pytest
 import torch
-import torch.distributed as dist
 from horovod_ranks import on_horovod_ranks
 from numbers_job import cpu_run, numbers_job, run_batches
 from ranks import on_ranks
@@ -64,8 +63,6 @@ def _groups(rank: int, world_size: int, job: Job, is_sharded: bool) -> tuple[int
         run = cpu_run(job, rank, world_size, worker)
         found += _train_until_left(run, worker, is_sharded)
         run.free()
-        for group in (run._session.setup.layout.control, run._session.setup.layout.shards):
-            dist.destroy_process_group(group)
         gc.collect()  # as a worker does when it joins a group
         ctypes.CDLL(None).malloc_trim(0)  # gives back what is free, so that the rest is what is in use
         resident.append(psutil.Process().memory_info().rss)
