@@ -14,10 +14,12 @@ from undula.state.pieces import dense_strides
 
 COLUMNS = 16_381
 """Number of columns over which words are summed up. It is prime, so that rows of a weight that change places are seen."""
-BUCKET_BYTES = 32 * 2**20
-"""Maximum size of small tensors that are summed up together."""
-ALONE_BYTES = 2**20
+BUCKET_BYTES = 2 * 2**20
+"""Maximum size of small tensors that are copied to be summed up together."""
+ALONE_BYTES = 2**18
 """Size in bytes above which a tensor is summed up alone, which saves a copy of it."""
+COPIED_ROWS = 256
+"""Maximum number of rows of a word for each column that are copied at once, 32 MiB."""
 Fingerprint: TypeAlias = dict[torch.device, Tensor]
 """Sums by device: tensors of dtype int64."""
 
@@ -66,21 +68,22 @@ class Watched:
         factors, rest = self._factors[flat.device], len(flat) % 8
         words = flat[: len(flat) - rest].view(torch.int64)
         end = (flat[len(flat) - rest :].long() * factors[:rest]).sum()
-        return [_sum(words, factors) + end, _sum(_later_words(flat, words), factors)]
+        return [_sum(words, factors) + end, _sum_of_later_words(flat, words, factors)]
 
 
-def _sum(words: Tensor, factors: Tensor) -> Tensor:
-    count = len(words) // COLUMNS * COLUMNS
-    columns = words[:count].view(-1, COLUMNS).sum(0)
-    columns[: len(words) - count] += words[count:]
+def _sum(words: Tensor, factors: Tensor, shift: int = 0) -> Tensor:
+    columns, count = torch.zeros_like(factors), len(words) // COLUMNS * COLUMNS
+    for rows in torch.split(words[:count].view(-1, COLUMNS), COPIED_ROWS):
+        columns += (rows >> shift if shift else rows).sum(0)
+    columns[: len(words) - count] += words[count:] >> shift
     return (columns * factors).sum()
 
 
-def _later_words(flat: Tensor, words: Tensor) -> Tensor:
-    """Return words that begin 32 bits after those of some bytes, or the higher halves of these, which say as much and take a copy."""
-    if flat.device.type == "cpu" and type(flat) is Tensor and len(words) > 1:
-        return torch.from_numpy(flat.numpy()[4 : 8 * len(words) - 4].view(np.int64))  # torch itself has no such view
-    return words >> 32
+def _sum_of_later_words(flat: Tensor, words: Tensor, factors: Tensor) -> Tensor:
+    """Return the sum of words that begin 32 bits after those of some bytes, or of the higher halves of these, which says as much."""
+    if flat.device.type == "cpu" and type(flat) is Tensor and len(words) > 1:  # torch itself has no such view
+        return _sum(torch.from_numpy(flat.numpy()[4 : 8 * len(words) - 4].view(np.int64)), factors)
+    return _sum(words, factors, shift=32)
 
 
 def differ(one: Fingerprint, other: Fingerprint) -> Tensor:
