@@ -29,7 +29,7 @@ from undula.parallel.spec import ShardingSpec
 from undula.recovery.leavers import Common
 from undula.recovery.live_state import Targets
 from undula.recovery.moves import Part, packed_parts
-from undula.recovery.offers import Answer, Offer
+from undula.recovery.offers import Described, Offer, described
 from undula.recovery.restore import Restorer
 from undula.recovery.worker_state import HeldState, LeaveGroup, Request, WorkerState
 from undula.state.boxes import elements, without
@@ -279,9 +279,9 @@ class FileLeavers:
         held: HeldState = pickle.loads(Path(self._files[number]).read_bytes())
         return held
 
-    def answers(self, plan_digest: str) -> list[tuple[str, list[Answer]]]:
+    def answers(self, plan_digest: str) -> list[tuple[str, Described]]:
         states = [(file, self._held(number)) for number, file in enumerate(self._files)]
-        return [(file, list(Offer(held).answers())) for file, held in states]
+        return [(file, described(Offer(held).answers())) for file, held in states]
 
     def common(self, number: int) -> Common:
         held = self._held(number)

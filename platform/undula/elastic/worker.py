@@ -180,8 +180,9 @@ def _replicas(worker: WorkerState) -> ReplicaClient | None:
         return None
     context = ray.train.get_context()
     is_elsewhere = ray.get_runtime_context().get_node_id() != worker.home
-    shares_node = context.get_local_world_size() == context.get_world_size()
-    return ReplicaClient(worker.controller, context.get_world_rank(), is_elsewhere, shares_node)
+    world_size = context.get_world_size()
+    shares_node = context.get_local_world_size() == world_size
+    return ReplicaClient(worker.controller, context.get_world_rank(), world_size, is_elsewhere, shares_node)
 
 
 def _leave_batch_scheduling() -> None:

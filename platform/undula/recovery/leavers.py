@@ -6,7 +6,7 @@ from typing import Any, Protocol, TypeAlias
 from torch import Tensor
 
 from undula.recovery.moves import Part
-from undula.recovery.offers import Answer
+from undula.recovery.offers import Described
 from undula.state.pieces import Table
 from undula.state.records import StepRow
 
@@ -23,7 +23,7 @@ class Leavers(Protocol):
     names: list[str]
     """Names of the workers that have answered rank 0. Their places in this list are their numbers."""
 
-    def answers(self, plan_digest: str) -> list[tuple[str, list[Answer]]]:
+    def answers(self, plan_digest: str) -> list[tuple[str, Described]]:
         """Ask all of them for the states of a plan that they hold, and return their names and answers."""
 
     def common(self, number: int) -> Common:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from undula.recovery.leavers import Common
 from undula.recovery.moves import Part
-from undula.recovery.offers import Answer
+from undula.recovery.offers import Described
 from undula.recovery.part_server import PartAddress, PartClient
 from undula.recovery.worker_state import LostLeaverError
 
@@ -39,17 +39,17 @@ class LeavingWorkers:
         self._known: dict[str, Any] | None = None
         self.names: list[str] = []
 
-    def answers(self, plan_digest: str) -> list[tuple[str, list[Answer]]]:
+    def answers(self, plan_digest: str) -> list[tuple[str, Described]]:
         """Ask all of them for the states of a plan that they hold, and return their names and answers."""
         asked = {name: actor.offered.remote(plan_digest) for name, actor in self._actors().items()}
         done, _ = ray.wait(list(asked.values()), num_returns=len(asked), timeout=ANSWER_S) if asked else ([], [])
         found = []
         for name, answer in asked.items():
             try:
-                answers = ray.get(answer) if answer in done else []
+                pairs, names = ray.get(answer) if answer in done else ([], {})
             except RayError:
                 continue
-            found += [(name, answers)] if answers else []
+            found += [(name, (pairs, names))] if pairs else []
         return found
 
     def common(self, number: int) -> Common:

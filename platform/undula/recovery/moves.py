@@ -4,11 +4,13 @@ A *source* is a process that holds parts of the state. The ranks of the group ar
 workers that leave follow them.
 """
 
+import zlib
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -21,8 +23,6 @@ CHUNK_BYTES = 8 * 2**20
 """Maximum size in bytes of what is sent at once, apart from a single element."""
 UNDER_WAY = 3
 """Maximum number of chunks that a rank sends or receives at a time."""
-Held: TypeAlias = Mapping[str, Iterable[Box]]
-"""Boxes that a source holds, by name of the tensor."""
 Dtypes: TypeAlias = Mapping[str, torch.dtype]
 """Dtypes of the tensors of a state as its sources have them, by name."""
 Part: TypeAlias = tuple[str, Box]
@@ -40,24 +40,43 @@ class Move:
     parts: tuple[Part, ...]
 
 
-def lacking(rank: int, wanted: Mapping[str, Box], sources: Sequence[Held]) -> list[tuple[int, Part]]:
-    """Return which parts a rank needs of which other source, so that it gets each element that it lacks once.
+@dataclass(frozen=True)
+class Need:
+    """Part that a rank needs of several tensors of a source. It is sent to the source."""
+
+    source: int
+    box: Box
+    names: bytes
+    """Which of all tensors of the state, as `mask_of` packs it."""
+
+    def parts(self, known: Sequence[str]) -> list[tuple[int, Part]]:
+        """Return the source and the part for each tensor, given the names of all tensors."""
+        mask = np.unpackbits(np.frombuffer(zlib.decompress(self.names), np.uint8))
+        return [(self.source, (name, self.box)) for name, is_needed in zip(known, mask, strict=False) if is_needed]
+
+
+def mask_of(names: Collection[str], known: Sequence[str]) -> bytes:
+    """Return which of all tensors some names are, as compressed bits."""
+    return zlib.compress(np.packbits([name in names for name in known]).tobytes())
+
+
+def lacking(rank: int, wanted: Box, sources: Sequence[Sequence[Box]]) -> list[tuple[int, Box]]:
+    """Return which parts of a tensor a rank needs of which other source, so that it gets each element that it lacks once.
 
     Args:
         rank: Number of the rank, which is also that of its own source.
-        wanted: Box that the rank needs of each tensor.
-        sources: What each source holds, and together all that is wanted.
+        wanted: Box that the rank needs.
+        sources: Boxes that each source holds, and together all that is wanted.
     """
     # Ranks begin with different sources, so that not all of them ask the same one for what every source holds.
     others = [*range(rank + 1, len(sources)), *range(rank)]
+    missing = [wanted] if elements(wanted) else []
     needed = []
-    for name, box in sorted(wanted.items()):
-        missing = [box] if elements(box) else []
-        for source in (rank, *others):
-            for held in sources[source].get(name, ()) if missing else ():
-                common = [part for each in missing if (part := intersection(each, held))]
-                missing = [part for each in missing for part in difference(each, held)]
-                needed += [(source, (name, part)) for part in common if source != rank]
+    for source in (rank, *others):
+        for held in sources[source] if missing else ():
+            common = [part for each in missing if (part := intersection(each, held))]
+            missing = [part for each in missing for part in difference(each, held)]
+            needed += [(source, part) for part in common if source != rank]
     return needed
 
 
@@ -66,7 +85,7 @@ def moves_to(rank: int, needed: Iterable[tuple[int, Part]], dtypes: Dtypes) -> l
 
     Args:
         rank: Number of the rank.
-        needed: Result of `lacking`.
+        needed: Sources and the parts that it needs of each.
         dtypes: Dtypes of the tensors.
     """
     chunks: dict[int, list[list[Part]]] = {}
@@ -119,11 +138,11 @@ def exchange(
     group: dist.ProcessGroup,
     progress: Callable[[], None],
 ) -> None:
-    """Take part in moves between the ranks of a group. All ranks must call this with the same moves.
+    """Take part in moves between the ranks of a group.
 
     Args:
         rank: Number of this rank.
-        moves: Moves of all ranks, whose sources are ranks.
+        moves: All moves to and from this rank whose sources are ranks. The other ends must have them too.
         states: Parts of the state that this rank holds.
         targets: Pieces that this rank restores.
         dtypes: Dtypes of the tensors.
@@ -140,8 +159,6 @@ def exchange(
             unpack_parts(flat, move.parts, targets, dtypes)
 
     for move in in_common_order(moves):
-        if rank not in (move.source, move.rank):
-            continue
         if len(under_way) == UNDER_WAY:
             end_one()
         if move.source == rank:

@@ -3,7 +3,7 @@
 import functools
 import itertools
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import zip_longest
 from operator import or_
 from typing import TypeAlias
@@ -11,11 +11,12 @@ from typing import TypeAlias
 import torch
 
 from undula.recovery.baseline import LATER, UPDATED, Work
+from undula.recovery.extents import Extent, Kinds, Names
 from undula.recovery.replay import BEFORE, can_replay, replayed, replayed_holding
 from undula.recovery.snapshot import NEVER, Age, Snapshot
 from undula.recovery.worker_state import WORKER_MEMORY, HeldState
 from undula.state.boxes import Box, whole_box
-from undula.state.pieces import Holding, RankState, Table, is_complete
+from undula.state.pieces import Holding, RankState, is_complete
 
 Stored: TypeAlias = HeldState | Snapshot
 
@@ -179,16 +180,51 @@ def origin_of(answers: Iterable[Answer]) -> str:
     return " and ".join(dict.fromkeys(answer.origin for answer in answers))
 
 
-def boxes_of(answers: Iterable[Answer], expected: Table) -> dict[str, list[Box]]:
-    """Return the boxes of a state that a source gives, by name.
+def boxes_of(answers: Iterable[Answer], name: str, shape: tuple[int, ...]) -> list[Box]:
+    """Return the boxes of a tensor that a source gives.
 
     Args:
         answers: Answers of the source from which the state is restored.
-        expected: All tensors of the state.
+        name: Name of the tensor.
+        shape: Shape of the whole tensor.
     """
-    boxes: dict[str, list[Box]] = {}
-    whole = {name: whole_box(spec.shape) for name, spec in expected.items()}
-    for answer in answers:
-        for name, box in (answer.holding.boxes if answer.holding else whole).items():
-            boxes.setdefault(name, []).append(box)
-    return boxes
+    holdings = [answer.holding for answer in answers]
+    boxes = [whole_box(shape) if holding is None else holding.boxes.get(name) for holding in holdings]
+    return [box for box in boxes if box is not None]
+
+
+Described: TypeAlias = tuple[list[tuple[Answer, Extent | None]], Names]
+"""Answers without their holdings, each with the extent of its holding, and the names of the tensors."""
+
+
+def described(answers: Iterable[Answer]) -> Described:
+    """Return answers in the small form in which they are sent to other ranks."""
+    names: dict[bytes, tuple[str, ...]] = {}
+    extents: dict[int, Extent] = {}
+    pairs: list[tuple[Answer, Extent | None]] = []
+    given = list(answers)  # so that no two holdings have the same id
+    for answer in given:
+        holding = answer.holding
+        if holding is not None and id(holding) not in extents:
+            extents[id(holding)], names[extents[id(holding)].names] = Extent.of(holding)
+        pairs.append((replace(answer, holding=None), extents.get(id(holding))))
+    return pairs, names
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What sources have answered. Holdings have only the first tensor of each kind."""
+
+    answers: Answers
+    kinds: Kinds
+
+
+def combined(sources: Iterable[Iterable[tuple[Answer, Extent | None]]], names: Names) -> Asked:
+    """Return the answers of all sources, given their descriptions and the names of all tensors."""
+    given = [list(pairs) for pairs in sources]
+    kinds = Kinds((extent for pairs in given for _, extent in pairs if extent), names)
+    answers = [
+        [replace(answer, holding=kinds.holding(extent)) if extent else answer for answer, extent in pairs]
+        for pairs in given
+    ]
+    return Asked(answers, kinds)

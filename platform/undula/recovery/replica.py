@@ -28,13 +28,14 @@ class ReplicaClient:
     Args:
         controller: Handle of the controller's actor, which has the methods `store_replica` and `stored_replicas` of ElasticController.
         rank: Rank of this process.
+        world_size: Number of ranks.
         is_elsewhere: Whether this process runs on another node than the controller.
         shares_node: Whether all ranks run on the node of this process.
     """
 
-    def __init__(self, controller: Any, rank: int, is_elsewhere: bool, shares_node: bool):
+    def __init__(self, controller: Any, rank: int, world_size: int, is_elsewhere: bool, shares_node: bool):
         self._controller = controller
-        self._rank = rank
+        self._rank, self._world_size = rank, world_size
         self._is_elsewhere = is_elsewhere
         self._shares_node = shares_node
         self._has_room = True
@@ -89,7 +90,7 @@ class ReplicaClient:
 
     def _store(self, meta: bytes, data: "np.ndarray[Any, Any]", state_bytes: int) -> Any:
         # Ray would move a reference that is an argument of its own to the head before the controller can refuse it.
-        return self._controller.store_replica.remote(self._rank, meta, [ray.put(data)], state_bytes)
+        return self._controller.store_replica.remote(self._rank, self._world_size, meta, [ray.put(data)], state_bytes)
 
     def _arrived(self, answer: "Future[bool]") -> None:
         self._has_room = self._has_room and answer.exception() is None and answer.result()

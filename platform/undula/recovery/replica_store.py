@@ -1,10 +1,30 @@
 """Store of replicas in the memory of the controller, on the node that outlives all others."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
-from undula.recovery.snapshot import NEVER, Age, Snapshot, available_memory
+from undula.recovery.extents import Extent, are_complete
+from undula.recovery.snapshot import NEVER, Age, available_memory, parsed
 from undula.state.defaults import FREE_SHARE
-from undula.state.pieces import Holding, is_complete
+
+
+@dataclass(frozen=True)
+class Replica:
+    """Snapshot of a rank as it was sent. Its description stays as bytes, because a description of thousands of tensors has so many objects
+    that Python's garbage collector would hold up the process for seconds.
+    """
+
+    age: Age
+    meta: bytes
+    data: bytearray
+    extent: tuple[Extent, tuple[str, ...]] | None
+    """Extent of the rank's pieces and the names of the tensors; None if the rank held the whole state."""
+
+    @classmethod
+    def of(cls, meta: bytes, data: bytearray) -> "Replica":
+        """Return the replica with a description and bytes that were received."""
+        snapshot = parsed(meta, data)
+        holding = snapshot.holding
+        return cls(snapshot.age, meta, data, None if holding is None else Extent.of(holding))
 
 
 @dataclass
@@ -12,14 +32,14 @@ class _State:
     """Parts of a state that have arrived."""
 
     age: Age = NEVER
-    parts: dict[str, Snapshot] = field(default_factory=dict)
-    """Snapshots by sender."""
-    holdings: dict[str, Holding | None] = field(default_factory=dict)
-    """Extent of each sender's pieces."""
+    parts: dict[str, Replica] = field(default_factory=dict)
+    """Replicas by sender."""
+    names: dict[bytes, tuple[str, ...]] = field(default_factory=dict)
+    """Names of the tensors by digest, which all replicas share."""
 
     @property
     def bytes(self) -> int:
-        return sum(len(part.load_bytes()) for part in self.parts.values())
+        return sum(len(part.data) for part in self.parts.values())
 
 
 @dataclass
@@ -68,24 +88,33 @@ class ReplicaStore:
         self._incoming = _State(age)
         return True
 
-    def keep(self, sender: str, snapshot: Snapshot) -> bool:
-        """Store the snapshot that a rank has sent, and drop states that are no longer needed.
+    def keep(self, sender: str, replica: Replica, senders: int = 1) -> bool:
+        """Store the replica of a rank's snapshot, and drop states that are no longer needed.
+
+        Args:
+            sender: Name of the rank.
+            replica: The replica.
+            senders: Number of ranks that send parts of the state. Before all have come, nobody looks whether the state is complete.
 
         Returns:
             False if a newer state has come in the meantime.
         """
-        if self._is_superseded(snapshot.age):
+        if self._is_superseded(replica.age):
             return False
-        if snapshot.age != self._incoming.age:
-            self._incoming = _State(snapshot.age)
-        self._incoming.parts[sender] = snapshot
-        self._incoming.holdings[sender] = snapshot.holding
-        if is_complete(self._incoming.holdings.values()):
+        if replica.age != self._incoming.age:
+            self._incoming = _State(replica.age)
+        parts, names = self._incoming.parts, self._incoming.names
+        if replica.extent is not None:
+            extent, own = replica.extent
+            replica = replace(replica, extent=(extent, names.setdefault(extent.names, own)))
+        parts[sender] = replica
+        is_due = replica.extent is None or len(parts) >= senders
+        if is_due and are_complete(part.extent for part in parts.values()):
             self._whole, self._incoming = self._incoming, _State()
         return True
 
-    def share(self, rank: int, world_size: int) -> list[Snapshot]:
-        """Return the snapshots that one rank fetches. All ranks together fetch everything in the store."""
+    def share(self, rank: int, world_size: int) -> list[Replica]:
+        """Return the replicas that one rank fetches. All ranks together fetch everything in the store."""
         return [*self._whole.parts.values(), *self._incoming.parts.values()][rank::world_size]
 
     def _is_superseded(self, age: Age) -> bool:

@@ -16,11 +16,24 @@ from undula.parallel.layout import Layout
 from undula.recovery.baseline import Work
 from undula.recovery.leavers import Common, Leavers
 from undula.recovery.live_state import LiveState, Targets
-from undula.recovery.moves import Dtypes, Held, Move, exchange, lacking, moves_to, unpack_parts
-from undula.recovery.offers import Answer, Answers, Offer, boxes_of, chosen, newest_complete, origin_of, usable
+from undula.recovery.moves import Dtypes, Move, Need, exchange, lacking, mask_of, moves_to, unpack_parts
+from undula.recovery.offers import (
+    Answers,
+    Asked,
+    Described,
+    Offer,
+    boxes_of,
+    chosen,
+    combined,
+    described,
+    newest_complete,
+    origin_of,
+    usable,
+)
 from undula.recovery.progress import MEMORY_BYTES_S, STARTING, STORAGE_BYTES_S, Phase
 from undula.recovery.snapshot import NEVER, Age
 from undula.recovery.worker_state import HeldState
+from undula.state.boxes import Box
 from undula.state.checkpoint import Checkpointer
 from undula.state.checkpoint_files import table_of
 from undula.state.commit import Commit
@@ -90,38 +103,54 @@ class Restorer:
         """
         offers = [Offer.of(held, held.updates)] if held and held.plan_digest == self.plan_digest else []
         offers = usable(offers, self.live.optimizer)
-        answers = self._exchange(offers)
-        newest = newest_complete(answers)
+        asked = self._exchange(offers)
+        newest = newest_complete(asked.answers)
         if (
             newest > NEVER and newest[0] >= self.attempt - 1
         ):  # the previous group committed this state, so no newer one exists
-            return self._from_memory(offers, answers, newest)
+            return self._from_memory(offers, asked, newest)
         offers += usable(self.find(), self.live.optimizer)
-        answers = self._exchange(offers)
-        newest = newest_complete(answers)
+        asked = self._exchange(offers)
+        newest = newest_complete(asked.answers)
         commit, damaged = self.checkpoints.newest_whole(self._enter_reading)
         if newest > NEVER and (commit is None or newest >= (commit.attempt, commit.step)):
-            return self._from_memory(offers, answers, newest)
+            return self._from_memory(offers, asked, newest)
         if commit is None:
             self.begin(0)
             return Restored(damaged=damaged)
         return self._from_checkpoint(commit, damaged)
 
-    def _exchange(self, offers: Sequence[Offer]) -> Answers:
+    def _exchange(self, offers: Sequence[Offer]) -> Asked:
         """Return the answers of all ranks, and then those of the workers that leave, which rank 0 asks."""
         self.enter(STARTING, 0.0)
-        ranks: list[Any] = [None] * self.layout.world_size
-        asked = self._of_leavers() if self.layout.is_first else []
-        own = [answer for offer in offers for answer in offer.answers()]
-        dist.all_gather_object(ranks, (own, asked), group=self.layout.control)
+        layout = self.layout
+        ranks: list[Any] = [None] * layout.world_size
+        pairs, names = described(answer for offer in offers for answer in offer.answers())
+        asked = self._of_leavers() if layout.is_first else {}
+        known = {digest: own for each in (names, *(of for _, of in asked.values())) for digest, own in each.items()}
+        dist.all_gather_object(
+            ranks, (pairs, {name: pairs for name, (pairs, _) in asked.items()}), group=layout.control
+        )
+        _, of_leavers = ranks[0]
         if self.leavers:
-            self.leavers.names = [name for name, _ in ranks[0][1]]
-        return [*(answers for answers, _ in ranks), *(answers for _, answers in ranks[0][1])]
+            self.leavers.names = [*of_leavers]
+        sources = [*(pairs for pairs, _ in ranks), *of_leavers.values()]
+        knowing: dict[bytes, int] = {}
+        for source, pairs in enumerate(sources):
+            for digest in dict.fromkeys(extent.names for _, extent in pairs if extent):
+                knowing.setdefault(digest, source if source < layout.world_size else 0)
+        for digest, rank in knowing.items():
+            sent: list[Any] = [known.get(digest)]
+            dist.broadcast_object_list(sent, group=layout.control, group_src=rank)
+            known[digest] = sent[0]
+        return combined(sources, known)
 
-    def _of_leavers(self) -> list[tuple[str, list[Answer]]]:
-        """Return the names of the workers that leave and their answers. They may not know that a later attempt began at an earlier step."""
+    def _of_leavers(self) -> dict[str, Described]:
+        """Return the answers of the workers that leave, by name. They may not know that a later attempt began at an earlier step."""
         found = self.leavers.answers(self.plan_digest) if self.leavers else []
-        return [(name, [answer for answer in answers if self.is_of_run(*answer.age)]) for name, answers in found]
+        return {
+            name: ([pair for pair in pairs if self.is_of_run(*pair[0].age)], names) for name, (pairs, names) in found
+        }
 
     def _enter_reading(self, num_bytes: int) -> None:
         """Record that this rank reads so many bytes from storage, or waits for other ranks that do."""
@@ -142,10 +171,10 @@ class Restorer:
             commit.step, commit.attempt, "the checkpoint", (), beside_model_and_optimizer(values), True, damaged
         )
 
-    def _from_memory(self, offers: Sequence[Offer], answers: Answers, age: Age) -> Restored:
+    def _from_memory(self, offers: Sequence[Offer], asked: Asked, age: Age) -> Restored:
         """Restore a state that the ranks and the workers that leave hold together."""
         self.begin(age[1])
-        size, (place, numbers) = self.layout.world_size, chosen(answers, age)
+        answers, size, (place, numbers) = asked.answers, self.layout.world_size, chosen(asked.answers, age)
         used = [[of_source[number] for number in of_used] for of_source, of_used in zip(answers, numbers, strict=True)]
         own = [offer for offer in offers for _ in offer.answers()]
         mine = [own[number] for number in numbers[self.layout.rank]]
@@ -161,7 +190,7 @@ class Restorer:
             holder = next(source for source, of_source in enumerate(used) if of_source)
             self._broadcast(targets, states, holder, _dtypes(expected))
         else:
-            self._gather(targets, states, [boxes_of(of_source, expected) for of_source in used], _dtypes(expected))
+            self._gather(targets, states, Asked(used, asked.kinds), expected)
         targets.load(values)
         origin = origin_of(given[:1] if is_whole else given)
         return Restored(age[1], age[0], origin, rows, beside_model_and_optimizer(values))
@@ -207,22 +236,23 @@ class Restorer:
                 for piece, part in zip(pieces, torch.split(flat, [piece.numel() for piece in pieces]), strict=True):
                     piece.copy_(part.view(piece.shape))
 
-    def _gather(self, targets: Targets, states: Sequence[RankState], sources: Sequence[Held], dtypes: Dtypes) -> None:
+    def _gather(self, targets: Targets, states: Sequence[RankState], used: Asked, expected: Table) -> None:
         """Fill the pieces of this rank: first from what it has itself, and then from the sources that have the rest."""
-        layout, pieces = self.layout, targets.distinct
+        layout, pieces, known, dtypes = self.layout, targets.distinct, sorted(expected), _dtypes(expected)
         for state in reversed(states):
             for name, target in pieces.items():
                 if held := state.pieces.get(name):
                     copy_overlap(held.box, held.tensor, target)
-        wanted = {name: piece.box for name, piece in pieces.items()}
-        needed = lacking(layout.rank, wanted, sources)
-        own = moves_to(layout.rank, needed, dtypes)
+        own = needs_of(layout.rank, pieces, used, expected)
         of_ranks: list[Any] = [None] * layout.world_size
-        among = [move for move in own if move.source < layout.world_size]
-        dist.all_gather_object(of_ranks, among, group=layout.control)
-        moves = [move for moves in of_ranks for move in moves]
-        exchange(layout.rank, moves, states, pieces, dtypes, layout.control, lambda: self.enter(STARTING, 0.0))
-        self._fetch([move for move in own if move.source >= layout.world_size], pieces, dtypes)
+        dist.all_gather_object(of_ranks, own, group=layout.control)
+        moves = []
+        for rank, needs in enumerate(of_ranks):
+            mine = [need for need in needs if layout.rank in (need.source, rank)]
+            moves += moves_to(rank, [part for need in mine for part in need.parts(known)], dtypes)
+        among = [move for move in moves if move.source < layout.world_size]
+        exchange(layout.rank, among, states, pieces, dtypes, layout.control, lambda: self.enter(STARTING, 0.0))
+        self._fetch([move for move in moves if move.source >= layout.world_size], pieces, dtypes)
 
     def _fetch(self, moves: Sequence[Move], pieces: Mapping[str, Piece], dtypes: Dtypes) -> None:
         """Get parts of a state from workers that leave."""
@@ -232,6 +262,27 @@ class Restorer:
             for (_, parts), flat in zip(asked, self.leavers.parts(asked), strict=True):
                 self.enter(STARTING, 0.0)
                 unpack_parts(flat, parts, pieces, dtypes)
+
+
+def needs_of(rank: int, pieces: Mapping[str, Piece], used: Asked, expected: Table) -> list[Need]:
+    """Return what a rank needs of other sources.
+
+    Args:
+        rank: Number of the rank.
+        pieces: Pieces that it restores.
+        used: Answers from which the state is restored, by source.
+        expected: All tensors of the state.
+    """
+    # Where all answers are whole, no tensor has a kind.
+    alike: dict[tuple[str, tuple[int, ...], Box], list[str]] = {}
+    for name, piece in pieces.items():
+        alike.setdefault((used.kinds.first_of.get(name, ""), expected[name].shape, piece.box), []).append(name)
+    needs, known = [], sorted(expected)
+    for (first, shape, wanted), names in alike.items():
+        sources = [boxes_of(answers, first, shape) for answers in used.answers]
+        mask = mask_of(set(names), known)
+        needs += [Need(source, box, mask) for source, box in lacking(rank, wanted, sources)]
+    return needs
 
 
 def _dtypes(expected: Table) -> dict[str, torch.dtype]:

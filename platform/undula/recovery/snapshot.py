@@ -12,7 +12,7 @@ import mmap
 import os
 import re
 import stat
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import lru_cache
@@ -26,8 +26,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from undula.state.boxes import Box
 from undula.state.defaults import MEMORY
-from undula.state.pieces import Holding, Piece, RankState, dense_strides, dtype_named
+from undula.state.pieces import Holding, Piece, RankState, TensorSpec, dense_strides, dtype_named
 from undula.state.records import StepRow
 
 FORMAT = 4
@@ -96,10 +97,6 @@ class Snapshot:
     origin: str = "the memory of a node"
     """Place of the snapshot, for messages."""
 
-    def as_bytes(self) -> bytes:
-        """Return the meta as JSON, for sending."""
-        return json.dumps(self.meta).encode()
-
     @property
     def age(self) -> Age:
         return int(self.meta["attempt"]), int(self.meta["step"])
@@ -127,11 +124,14 @@ class Snapshot:
     @property
     def holding(self) -> Holding | None:
         """Extent of the rank's pieces; None if the rank held the whole state."""
-        return self._state(
-            lambda place: torch.empty_strided(
-                place["sizes"], place["strides"], dtype=dtype_named(place["dtype"]), device="meta"
-            )
-        ).holding
+        expected: dict[str, TensorSpec] = {}
+        boxes: dict[str, Box] = {}
+        for name, place in self.meta["tensors"].items():
+            shape, sizes = tuple(place["shape"]), tuple(place["sizes"])
+            expected[name] = TensorSpec(place["dtype"], shape, tuple(place["strides"]) if sizes == shape else None)
+            boxes[name] = tuple(place["offsets"]), sizes
+        is_whole = all(sizes == expected[name].shape for name, (_, sizes) in boxes.items())
+        return None if is_whole else Holding(expected, boxes)
 
     @property
     def bytes(self) -> int:
@@ -144,11 +144,8 @@ class Snapshot:
     def load(self) -> RankState:
         """Return the rank's state. If the snapshot is in a file, its tensors are copies; otherwise, they are views of `data`."""
         buffer = self.load_bytes()
-        return self._state(lambda place: _view(buffer, place))
-
-    def _state(self, tensor_at: Callable[[Mapping[str, Any]], Tensor]) -> RankState:
         pieces = {
-            name: Piece(tensor_at(place), tuple(place["shape"]), tuple(place["offsets"]), place["replicated"])
+            name: Piece(_view(buffer, place), tuple(place["shape"]), tuple(place["offsets"]), place["replicated"])
             for name, place in self.meta["tensors"].items()
         }
         return RankState(pieces, self.values)

@@ -8,7 +8,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from undula.recovery import moves
-from undula.recovery.moves import CHUNK_BYTES, Move, in_common_order, lacking, moves_to, packed_parts, unpack_parts
+from undula.recovery.moves import (
+    CHUNK_BYTES,
+    Move,
+    Need,
+    in_common_order,
+    lacking,
+    mask_of,
+    moves_to,
+    packed_parts,
+    unpack_parts,
+)
 from undula.state.boxes import Box, elements, intersection, without
 from undula.state.pieces import Piece, RankState
 
@@ -42,13 +52,12 @@ def changes(draw: st.DrawFn) -> tuple[int, list[dict[str, list[Box]]]]:
 def test_each_element_that_a_rank_lacks_comes_once(change: tuple[int, list[dict[str, list[Box]]]]) -> None:
     ranks, sources = change
     for rank in range(ranks):
-        wanted = shard(rank, ranks)
-        needed = lacking(rank, wanted, sources)
-        assert all(source != rank for source, _ in needed)
-        for source, (name, part) in needed:
-            assert any(intersection(part, box) == part for box in sources[source][name])
-        for name, box in wanted.items():
-            parts = [part for _, (found, part) in needed if found == name]
+        for name, box in shard(rank, ranks).items():
+            needed = lacking(rank, box, [held.get(name, ()) for held in sources])
+            assert all(source != rank for source, _ in needed)
+            for source, part in needed:
+                assert any(intersection(part, box) == part for box in sources[source][name])
+            parts = [part for _, part in needed]
             lacks = without(box, sources[rank].get(name, ()))
             assert sum(map(elements, parts)) == sum(map(elements, lacks))
             assert without(box, [*sources[rank].get(name, ()), *parts]) == []
@@ -62,7 +71,11 @@ def test_moves_are_of_limited_size_and_have_all_parts(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(moves, "CHUNK_BYTES", limit)
         for rank in range(ranks):
-            needed = lacking(rank, shard(rank, ranks), sources)
+            needed = [
+                (source, (name, part))
+                for name, box in shard(rank, ranks).items()
+                for source, part in lacking(rank, box, [held.get(name, ()) for held in sources])
+            ]
             planned = moves_to(rank, needed, dict.fromkeys(ROWS, torch.float32))
             for move in planned:
                 assert sum(4 * elements(box) for _, box in move.parts) <= max(limit, 4)
@@ -97,6 +110,12 @@ def test_parts_are_converted_to_the_dtype_of_the_rank_that_gets_them() -> None:
     parts = [("weight", ((4, 0), (2, 3)))]
     unpack_parts(packed_parts([source], parts), parts, {"weight": target}, {"weight": torch.bfloat16})
     assert target.tensor.tolist() == [[0.0] * 3, [0.0, 1.0, 2.0], [3.0, 4.0, 5.0]]
+
+
+@given(st.sets(st.sampled_from("abcdefghijklm")))
+def test_what_a_rank_needs_names_tensors_by_their_place(names: set[str]) -> None:
+    need = Need(2, ((0,), (3,)), mask_of(names, "abcdefghijklm"))
+    assert need.parts("abcdefghijklm") == [(2, (name, ((0,), (3,)))) for name in sorted(names)]
 
 
 def test_a_chunk_is_small_beside_the_state() -> None:

@@ -12,20 +12,21 @@ from torch import arange
 
 from undula.elastic.ray.actor import ElasticWorker
 from undula.recovery import replica_store
-from undula.recovery.replica_store import ReplicaStore
-from undula.recovery.snapshot import NEVER, Snapshot, packed, parsed
+from undula.recovery.extents import are_complete
+from undula.recovery.replica_store import Replica, ReplicaStore
+from undula.recovery.snapshot import NEVER, packed
 from undula.recovery.worker_state import HeldState, WorkerState
-from undula.state.pieces import Piece, RankState, is_complete
+from undula.state.pieces import Piece, RankState
 
 HALVES = ((0, 4), (4, 6))
 
 
-def snapshot(step: int, half: int | None) -> Snapshot:
-    """Return a snapshot of a tensor of ten numbers, or of one half of it."""
+def replica(step: int, half: int | None) -> Replica:
+    """Return a replica of a tensor of ten numbers, or of one half of it."""
     begin, size = HALVES[half] if half is not None else (0, 10)
     part = Piece(arange(begin, begin + size), (10,), (begin,))
     meta, data = packed("plan", (1, step), RankState({"w": part}, {}), [])
-    return parsed(meta, data)
+    return Replica.of(meta, data)
 
 
 @given(st.lists(st.tuples(st.booleans(), st.booleans()), max_size=12))
@@ -35,23 +36,38 @@ def test_the_newest_complete_state_is_kept_and_one_newer_incomplete_state(comes:
     for step, halves in enumerate(comes, 1):
         for half, comes_at_all in enumerate(halves):
             if comes_at_all:
-                assert store.keep(f"rank {half}", snapshot(step, half))
+                assert store.keep(f"rank {half}", replica(step, half))
         whole = step if all(halves) else whole
         assert store.newest_whole == ((1, whole) if whole else NEVER)
         kept = store.share(0, 1)
         assert len({each.age for each in kept}) <= 2
         if whole:
-            assert is_complete([each.holding for each in kept if each.age == (1, whole)])
+            assert are_complete(each.extent for each in kept if each.age == (1, whole))
+
+
+def test_a_state_is_complete_when_all_ranks_have_sent_their_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    looks: list[int] = []
+
+    def counting(extents: Any) -> bool:
+        looks.append(len(found := list(extents)))
+        return are_complete(found)
+
+    monkeypatch.setattr(replica_store, "are_complete", counting)
+    store = ReplicaStore()
+    for half in (0, 1):
+        assert store.newest_whole == NEVER
+        assert store.keep(f"rank {half}", replica(3, half), senders=2)
+    assert (store.newest_whole, looks) == ((1, 3), [2])
 
 
 def test_parts_of_older_states_are_refused() -> None:
     store = ReplicaStore()
     for half in (0, 1):
-        assert store.keep(f"rank {half}", snapshot(3, half))
-    assert store.keep("rank 0", snapshot(5, 0))
+        assert store.keep(f"rank {half}", replica(3, half))
+    assert store.keep("rank 0", replica(5, 0))
     assert not store.admits((1, 4), 80)
-    assert not store.keep("rank 1", snapshot(4, 1))
-    assert not store.keep("rank 1", snapshot(3, 1))
+    assert not store.keep("rank 1", replica(4, 1))
+    assert not store.keep("rank 1", replica(3, 1))
     assert store.newest_whole == (1, 3)
 
 
@@ -65,7 +81,7 @@ class Head:
 
     @property
     def held(self) -> int:
-        return sum(len(each.load_bytes()) for each in self.store.share(0, 1))
+        return sum(len(each.data) for each in self.store.share(0, 1))
 
     def send(self, ranks: int, step: int) -> list[bool]:
         """Send the parts of a state as far as they are admitted. Return the answer to each rank."""
@@ -75,7 +91,7 @@ class Head:
             meta, data = packed("plan", (1, step), RankState({"w": piece}, {}), [])
             answers.append(self.store.admits((1, step), ranks * 2**20))
             if answers[-1]:
-                self.store.keep(f"rank {rank}", parsed(meta, data))
+                self.store.keep(f"rank {rank}", Replica.of(meta, data))
             self.least = min(self.least, self.memory - self.held)
         return answers
 
@@ -115,10 +131,10 @@ def test_a_refused_state_stays_refused_although_memory_is_freed(monkeypatch: pyt
 def test_one_copy_of_a_state_is_kept_and_all_ranks_together_fetch_it() -> None:
     store = ReplicaStore()
     for step in (1, 2, 3):
-        store.keep("rank 0", snapshot(step, None))
+        store.keep("rank 0", replica(step, None))
     assert [each.age for each in store.share(0, 1)] == [(1, 3)]
     for half in (0, 1):
-        store.keep(f"rank {half}", snapshot(4, half))
+        store.keep(f"rank {half}", replica(4, half))
     assert sorted(len(store.share(rank, 3)) for rank in range(3)) == [0, 1, 1]
 
 
@@ -129,7 +145,7 @@ def test_a_worker_exports_a_state_that_is_newer_and_fits() -> None:
     state = RankState({"w": Piece(arange(10), (10,), (0,))}, {})
     worker._state.held = HeldState("plan", 1, 3, state, ())
     meta, data = export(room=80, newest=(1, 2))
-    assert parsed(meta, bytearray(data)).age == (1, 3)
+    assert Replica.of(meta, bytearray(data)).age == (1, 3)
     assert export(room=80, newest=(1, 3)) is None
     assert export(room=79, newest=NEVER).endswith("more than half of the memory that is free on the head")
     part = Piece(arange(5), (10,), (0,), is_replicated=False)

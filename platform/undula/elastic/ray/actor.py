@@ -31,7 +31,7 @@ from undula.elastic.sockets import cut_connections, cut_sockets, listening_ports
 from undula.elastic.waits import present_wait
 from undula.errors import ClusterError
 from undula.recovery.leavers import Common
-from undula.recovery.offers import Answer, Offer
+from undula.recovery.offers import Described, Offer, described
 from undula.recovery.part_server import PartAddress, PartServer
 from undula.recovery.progress import LEFT, ProgressView
 from undula.recovery.snapshot import Age, packed
@@ -238,10 +238,10 @@ class ElasticWorker(RayTrainWorker):
         meta, data = packed(held.plan_digest, held.age, held.state, held.rows)
         return meta, np.frombuffer(data, np.uint8)
 
-    def offered(self, plan_digest: str) -> list[Answer]:
+    def offered(self, plan_digest: str) -> Described:
         """Return the description of the state of a plan that this process holds, if it holds one."""
         held = self._state.held
-        return list(Offer(held).answers()) if held and held.plan_digest == plan_digest else []
+        return described(Offer(held).answers() if held and held.plan_digest == plan_digest else ())
 
     def offered_values(self) -> Common:
         """Return what all ranks take over from a process that has committed the state: its values, rows and table of tensors."""

@@ -1,6 +1,7 @@
 """Ray Train's controller, extended to keep workers between groups and to poll them as soon as one of them requests it."""
 
 import asyncio
+import gc
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -24,7 +25,7 @@ from undula.elastic.ray.failures import RetryUnlessBug, lacks_cause
 from undula.elastic.ray.group import ElasticWorkerGroup, WorkerGroups
 from undula.elastic.ray.pool import WorkerPool
 from undula.elastic.ray.scaling import PoolPolicy, elastic_statuses
-from undula.recovery.snapshot import parsed
+from undula.recovery.replica_store import Replica
 from undula.state.events import WarningEvent
 
 POLL_INTERVAL_S = 0.25
@@ -73,6 +74,7 @@ class ElasticController(TrainController):
         self._elastic_policy = PoolPolicy(scaling_config, grow, hang_limit_s, self._pool, report)
         self._has_reported_refusal = False
         super().__init__(scaling_policy=self._elastic_policy, callbacks=[*callbacks, events], **arguments)
+        gc.freeze()  # a garbage collection that looks through all imported modules would hold up calls
 
     async def wake(self) -> None:
         """Poll the workers at once. A worker calls this method when its state has changed."""
@@ -80,12 +82,18 @@ class ElasticController(TrainController):
         self._called.set()
 
     async def store_replica(
-        self, rank: int, meta: bytes, data: Sequence["ObjectRef[np.ndarray[Any, Any]]"], state_bytes: int
+        self,
+        rank: int,
+        world_size: int,
+        meta: bytes,
+        data: Sequence["ObjectRef[np.ndarray[Any, Any]]"],
+        state_bytes: int,
     ) -> bool:
         """Store a replica of a rank's snapshot. A refused one is not moved to this node.
 
         Args:
             rank: Rank of the sender.
+            world_size: Number of ranks, which all send their parts.
             meta: Meta of the snapshot.
             data: Reference to an array of its bytes, in a sequence of one element.
             state_bytes: Size in bytes of the replicas of all ranks.
@@ -93,7 +101,8 @@ class ElasticController(TrainController):
         Returns:
             False if there is no room for the replicas of all ranks.
         """
-        replicas, described = self._pool.replicas, parsed(meta, bytearray())
+        # With thousands of tensors, a description takes long enough to hold up other calls.
+        replicas, described = self._pool.replicas, await asyncio.to_thread(Replica.of, meta, bytearray())
         if described.age == replicas.newest_whole:
             return True
         if not replicas.admits(described.age, state_bytes):
@@ -104,13 +113,13 @@ class ElasticController(TrainController):
                 )
             return False
         received = await data[0]
-        snapshot = replace(described, data=await asyncio.to_thread(bytearray, received))
-        return replicas.keep(f"rank {rank}", snapshot)
+        replica = replace(described, data=await asyncio.to_thread(bytearray, received))
+        return replicas.keep(f"rank {rank}", replica, world_size)
 
     async def stored_replicas(self, rank: int, world_size: int) -> list[tuple[bytes, np.ndarray[Any, Any]]]:
         """Return the share of the replicas that one of `world_size` ranks fetches. Together, the ranks fetch all replicas."""
-        snapshots = self._pool.replicas.share(rank, world_size)
-        return [(snapshot.as_bytes(), np.frombuffer(snapshot.load_bytes(), np.uint8)) for snapshot in snapshots]
+        shared = self._pool.replicas.share(rank, world_size)
+        return [(replica.meta, np.frombuffer(replica.data, np.uint8)) for replica in shared]
 
     async def leavers(self) -> dict[str, Any]:
         """Return the handles of workers that are in no group but may hold the newest state, by id. Ranks that start get parts from them."""

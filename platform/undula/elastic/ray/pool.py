@@ -19,8 +19,7 @@ from undula.elastic.ray.capacity import Labels, alive_nodes
 from undula.elastic.ray.environment import variables_of_worker
 from undula.elastic.ray.pooled_worker import LEAVE_TIMEOUT_S, PooledWorker, accepted, departure_of, responding_in_time
 from undula.errors import ClusterError
-from undula.recovery.replica_store import ReplicaStore
-from undula.recovery.snapshot import parsed
+from undula.recovery.replica_store import Replica, ReplicaStore
 from undula.state.events import CrashEvent, Event, NodeEvent, WarningEvent
 from undula.telemetry.hub import UNRECORDED
 
@@ -153,7 +152,7 @@ class WorkerPool:
                 return False
         elif exported:
             meta, data = exported
-            self.replicas.keep(worker.id, parsed(meta, bytearray(data)))
+            self.replicas.keep(worker.id, Replica.of(meta, bytearray(data)))
         return True
 
     @property
