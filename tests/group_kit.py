@@ -145,6 +145,8 @@ class Order:
     """Number of steps between two snapshots."""
     leavers: tuple[str, ...] = ()
     """Files with the states of workers that have left and are not in this group."""
+    is_new: bool = False
+    """Whether the worker forgets what it keeps of former groups, which were those of other runs."""
 
 
 @dataclass(frozen=True)
@@ -177,14 +179,30 @@ class Workers:
         self._folder = folder
         self._groups = 0
         self._all: list[Any] = []
+        self._idle: list[Any] = []
 
     def __enter__(self) -> "Workers":
         return self
 
     def __exit__(self, *_: object) -> None:
-        for process, _ in self._all:
-            process.kill()
-            process.join()
+        self._idle = []
+        self._kill()
+
+    def idle(self, count: int) -> list[Any]:
+        """Return workers that have come to rest, and new ones if there are too few. Those of a test that has failed are killed."""
+        self._kill()
+        found, self._idle = [*self._idle, *(self.start() for _ in range(count - len(self._idle)))], []
+        return found
+
+    def rest(self, members: Sequence[Any]) -> None:
+        """Keep workers, which have ended their groups, for other runs."""
+        self._idle = [*members]
+
+    def _kill(self) -> None:
+        for member in [each for each in self._all if each not in self._idle]:
+            member[0].kill()
+            member[0].join()
+            self._all.remove(member)
 
     def start(self) -> Any:
         """Start a worker, and return its process and its connection."""
@@ -219,6 +237,8 @@ def _work(pipe: Any) -> None:
     worker = WorkerState(is_run=True, controller=object())
     while True:
         order = pipe.recv()
+        if order.is_new:
+            worker = WorkerState(is_run=True, controller=object())
         try:
             pipe.send((_train(order, worker), None))
         except BaseException:

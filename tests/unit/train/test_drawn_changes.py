@@ -1,6 +1,7 @@
 """Property of runs whose script changes weights or the optimizer's state between steps: whichever rank is killed wherever, bits stay."""
 
 import random
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args
@@ -15,7 +16,13 @@ from undula.parallel.spec import ShardingSpec
 DRAWS, OF_THE_NIGHT = 30, 500
 
 
-def check(number: int, folder: Path) -> None:
+@pytest.fixture(scope="module")
+def workers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Workers]:
+    with Workers(tmp_path_factory.mktemp("groups")) as workers:
+        yield workers
+
+
+def check(number: int, folder: Path, workers: Workers) -> None:
     draw = random.Random(-number - 1)
     change, stage = drawn_change(number), draw.randrange(4)
     places = [place for place in get_args(Place) if place != "after a gather"]
@@ -25,24 +32,25 @@ def check(number: int, folder: Path) -> None:
     name = f"drawn {number}"
     whole = Feature().job(folder / "whole")
     job = replace(Feature().job(folder / "job"), sharding=ShardingSpec(stage))  # type: ignore[arg-type]
-    with Workers(folder) as workers:
-        (end,) = workers.train([workers.start()], name, whole)
-        assert end is not None
-        members = [workers.start() for _ in range(3)]
-        workers.train(members, name, job, fault=fault, every=every)
-        ends = workers.train(
-            [member for rank, member in enumerate(members) if rank != fault.rank], name, job, every=every
-        )
+    members = workers.idle(3)
+    (end,) = workers.train(members[:1], name, whole, is_new=True)
+    assert end is not None
+    workers.train(members, name, job, fault=fault, every=every, is_new=True)
+    left = [member for rank, member in enumerate(members) if rank != fault.rank]
+    ends = workers.train(left, name, job, every=every)
     assert [each and each.how for each in ends] == ["ended", "ended"]
     assert numbers_of(job) == numbers_of(whole), f"{change} in stage {stage}, {fault}, a snapshot every {every} steps"
+    workers.rest(left)
 
 
 @pytest.mark.parametrize("number", range(DRAWS))
-def test_what_a_script_changes_is_neither_lost_nor_mixed(number: int, tmp_path: Path) -> None:
-    check(number, tmp_path)
+def test_what_a_script_changes_is_neither_lost_nor_mixed(number: int, tmp_path: Path, workers: Workers) -> None:
+    check(number, tmp_path, workers)
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize("number", range(DRAWS, OF_THE_NIGHT))
-def test_what_a_script_changes_is_neither_lost_nor_mixed_in_many_draws(number: int, tmp_path: Path) -> None:
-    check(number, tmp_path)
+def test_what_a_script_changes_is_neither_lost_nor_mixed_in_many_draws(
+    number: int, tmp_path: Path, workers: Workers
+) -> None:
+    check(number, tmp_path, workers)
