@@ -1,7 +1,9 @@
 """Parts of the state of a worker that is in no group any more, over HTTP: at the speed of the network, which Ray's object store lacks."""
 
 import json
+import selectors
 import socket
+import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -10,7 +12,7 @@ from http.client import HTTPConnection, HTTPException
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from secrets import token_urlsafe
 from socketserver import TCPServer
-from threading import Thread
+from threading import Event, Thread
 from typing import Any
 
 import torch
@@ -23,8 +25,12 @@ TIMEOUT_S = 20.0
 """Maximum seconds without a byte from the other process."""
 SLICE_BYTES = 2**18
 """Size in bytes of what is sent within this time."""
+TOKEN_S = 5.0
+"""Maximum seconds until a connection has shown the token."""
+MAX_HEADER_BYTES = 4096
+"""Maximum size in bytes of what comes before the token."""
 POLL_S = 0.05
-"""Seconds within which a server that is closed ends."""
+"""Seconds after which a connection that has sent a part of its first request is looked at again."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +43,7 @@ class PartAddress:
 
 
 class PartServer(ThreadingHTTPServer):
-    """Serves parts of states in threads.
+    """Serves parts of states in threads. A connection gets a thread when its first request has shown the token.
 
     Args:
         host: Address on which it listens.
@@ -55,7 +61,13 @@ class PartServer(ThreadingHTTPServer):
         super().__init__((host, 0), _Handler)
         self.states = states
         self.address = PartAddress(host, self.server_port, token_urlsafe())
-        Thread(target=self.serve_forever, args=(POLL_S,), daemon=True, name="undula-parts").start()
+        self._waiting: dict[socket.socket, float] = {}
+        """Connections that have not shown the token, with the time until which they can."""
+        self._begun: set[socket.socket] = set()
+        """Those of which a part of the first request has come."""
+        self._is_closed = Event()
+        self._thread = Thread(target=self._serve, daemon=True, name="undula-parts")
+        self._thread.start()
 
     def server_bind(self) -> None:
         """Bind the socket. HTTPServer would also look up the name of the host, which takes long where no name server answers."""
@@ -65,8 +77,61 @@ class PartServer(ThreadingHTTPServer):
     def close(self) -> None:
         """Serve nothing any more, also to open connections."""
         self.states = tuple
-        self.shutdown()
+        self._is_closed.set()
+        with suppress(OSError):  # wakes the thread
+            socket.create_connection((self.address.host, self.address.port), TIMEOUT_S).close()
+        self._thread.join()
         self.server_close()
+
+    def _serve(self) -> None:
+        with selectors.DefaultSelector() as selector:
+            selector.register(self.socket, selectors.EVENT_READ)
+            while not self._is_closed.is_set():
+                ready = {key.fileobj for key, _ in selector.select(POLL_S)}
+                now = time.monotonic()
+                late = {connection for connection, until in self._waiting.items() if now > until}
+                for connection in [each for each in self._waiting if each in ready | late | self._begun]:
+                    self._hear(connection, connection in late, selector)
+                if self.socket in ready:
+                    self._accept(selector)
+            for connection in [*self._waiting]:
+                self._drop(connection, selector)
+
+    def _accept(self, selector: selectors.BaseSelector) -> None:
+        with suppress(OSError):  # the other process has ended
+            connection, _ = self.get_request()
+            if len(self._waiting) >= self.request_queue_size:
+                self._drop(next(iter(self._waiting)), selector)
+            connection.setblocking(False)
+            self._waiting[connection] = time.monotonic() + TOKEN_S
+            selector.register(connection, selectors.EVENT_READ)
+
+    def _hear(self, connection: socket.socket, is_late: bool, selector: selectors.BaseSelector) -> None:
+        """Give a connection a thread if it has shown the token, and close it if it has not and cannot any more."""
+        request = b""
+        with suppress(OSError):
+            request = connection.recv(MAX_HEADER_BYTES, socket.MSG_PEEK)
+        headers = [line.partition(b":") for line in request.split(b"\r\n")[1:-1]]
+        given = next((value.strip() for name, _, value in headers if name.lower() == b"authorization"), b"")
+        if compare_digest(given, _bearer(self.address).encode()):
+            self._drop(connection, selector, closes=False)
+            connection.settimeout(TIMEOUT_S)
+            with suppress(OSError):
+                self.process_request(connection, connection.getpeername())
+        elif given or not request or is_late or b"\r\n\r\n" in request or len(request) == MAX_HEADER_BYTES:
+            self._drop(connection, selector)
+        elif connection not in self._begun:
+            selector.unregister(connection)  # it would be ready at once again, until the rest comes
+            self._begun.add(connection)
+
+    def _drop(self, connection: socket.socket, selector: selectors.BaseSelector, closes: bool = True) -> None:
+        if connection in self._begun:
+            self._begun.remove(connection)
+        else:
+            selector.unregister(connection)
+        del self._waiting[connection]
+        if closes:
+            self.shutdown_request(connection)
 
 
 class _Handler(BaseHTTPRequestHandler):
