@@ -106,6 +106,19 @@ def test_a_run_gives_its_workers_back_for_a_while_and_then_starts_them_again(mon
     assert not after(1, ready=0), "no other run waits any more"
 
 
+def test_a_run_whose_worker_crashes_again_and_again_gives_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, events = Clock(), list[Event]()
+    monkeypatch.setattr(waiting_runs, "time", clock)
+    pool: Any = SimpleNamespace(gives_way=False, must_stay=False, preparing=0)
+    runs: Any = SimpleNamespace(others=[waiting("a", ready=2)], tell=lambda own: None, withdraw=lambda: None)
+    sharing = WorkerSharing(pool, events.append, runs)
+    for number in range(60):
+        clock.now += 1
+        pool.preparing = number // 5 % 2
+        sharing.waits(waiting("z"))
+    assert len(events) == 1
+
+
 class Storage:
     """Key-value store of a head, which answers while it is open."""
 

@@ -78,10 +78,10 @@ class WorkerSharing:
     pool: WorkerPool
     on_event: EventSink
     _runs: WaitingRuns = field(default_factory=WaitingRuns)
-    _numbers: tuple[int, int] = (0, 0)
-    """Number of workers that are ready, and of those that start."""
-    _unchanged_since: float = 0.0
-    """Time on the monotonic clock since which these numbers have been the same."""
+    _most: tuple[int, int] = (0, 0)
+    """Largest number of workers that were ready at a time, and of those that were ready or started."""
+    _grown_at: float = 0.0
+    """Time on the monotonic clock at which one of these numbers has grown. That a worker crashes and starts again is no progress."""
     _until: float = 0.0
     """Time on the monotonic clock at which the run starts workers again."""
 
@@ -94,24 +94,25 @@ class WorkerSharing:
         self._runs.tell(own)
         others, now, pool = rivals(own, self._runs.others), time.monotonic(), self.pool
         names = tuple(sorted(other.name for other in others))
+        most = max(own.ready, self._most[0]), max(own.ready + pool.preparing, self._most[1])
         if pool.gives_way:
             pool.gives_way = bool(others) and now < self._until
-        elif (own.ready, pool.preparing) != self._numbers or not others:
-            self._numbers, self._unchanged_since = (own.ready, pool.preparing), now
+        elif most != self._most or not others:
+            self._most, self._grown_at = most, now
         elif (
             own.ready
             and not pool.must_stay
-            and now - self._unchanged_since > patience_s(own, others) + (STARTING_S if pool.preparing else 0.0)
+            and now - self._grown_at > patience_s(own, others) + (STARTING_S if pool.preparing else 0.0)
         ):
             # Random, so that runs do not come back at the same time.
             pause_s = random.uniform(PATIENCE_S, 2 * PATIENCE_S)
-            pool.gives_way, self._until = True, now + pause_s
+            pool.gives_way, self._until, self._most = True, now + pause_s, (0, 0)
             self.on_event(GiveWayEvent(own.ready, names, pause_s))
         return names
 
     def ends(self) -> None:
         """Take note that this run does not wait."""
-        self.pool.gives_way, self._numbers = False, (0, 0)
+        self.pool.gives_way, self._most = False, (0, 0)
         self._runs.withdraw()
 
 
