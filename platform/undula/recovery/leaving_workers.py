@@ -23,6 +23,10 @@ UNDER_WAY = 3
 ANSWER_S = 5.0
 """Maximum seconds to wait for the description of what workers hold. The others are left out."""
 
+LOST_S = 60.0
+"""Maximum seconds to wait for a worker that has described what it holds. One that is suspended would otherwise hold up the ranks until they
+count as hung."""
+
 
 class LeavingWorkers:
     """Leavers that are actors of Ray. They send what they hold to the rank that asks for it, and not by way of the head.
@@ -100,7 +104,7 @@ class LeavingWorkers:
 
 def _answer(reference: Any) -> Any:
     try:
-        return ray.get(reference)
+        return ray.get(reference, timeout=LOST_S)
     except RayError as error:
         raise LostLeaverError(f"a worker that was leaving was lost: {error}") from error
 

@@ -22,6 +22,9 @@ RESERVED = "data.new"
 KEPT_S = 86_400.0
 """Seconds after the last snapshot of an unfinished run until the memory of its snapshots is freed."""
 
+LOCK_S = 10.0
+"""Maximum seconds to wait for other processes that reserve memory, which takes them milliseconds."""
+
 
 @dataclass(frozen=True)
 class _Use:
@@ -56,7 +59,9 @@ def reserve(own: Path, sizes: Mapping[str, int]) -> str | None:
     if not is_private(run):
         return f"other users can write to {user}; remove that folder"
     delete_old_runs(run)
-    with _locked(user):
+    with _locked(user) as has_lock:
+        if not has_lock:
+            return f"another process has held the lock of {user} for more than {LOCK_S:.0f} s"
         free = free_memory()  # first, so that files that others fill at the same time do not seem to be missing memory
         slots = list(slots_below(user))
         everything = _total(slots)
@@ -100,14 +105,26 @@ def delete_old_runs(run: Path) -> None:
 
 
 @contextmanager
-def _locked(folder: Path) -> Iterator[None]:
-    """Hold a lock that the other processes of this node respect. It ends with this process."""
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+def _locked(folder: Path) -> Iterator[bool]:
+    """Hold a lock that the other processes of this node respect, and yield whether it could be had. It ends with this process.
+
+    A process that is suspended while it has the lock must not hold up the ranks of another run.
+    """
+    descriptor, until = os.open(folder, os.O_RDONLY | os.O_DIRECTORY), time.monotonic() + LOCK_S
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
-        yield
+        while not (has_lock := _try_lock(descriptor)) and time.monotonic() < until:
+            time.sleep(0.01)
+        yield has_lock
     finally:
         os.close(descriptor)
+
+
+def _try_lock(descriptor: int) -> bool:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
 
 def _reserve_file(slot: Path, size: int) -> None:

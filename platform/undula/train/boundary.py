@@ -57,6 +57,8 @@ class StepBoundary:
         self._blocked_s = 0.0
         """Seconds for which checkpoints have blocked the training since the last step."""
         self.wants = Wants()
+        self._done: Request | None = None
+        """Request for a checkpoint that was carried out. It stays where it is, because another one may arrive there at any time."""
         self.is_save_asked = self.repeats_body = False
 
     def begin_batches(self) -> bool:
@@ -142,7 +144,7 @@ class StepBoundary:
         return Wants(
             leaves=request.leaves,
             abandons=request.leaves and time.time() >= request.until,
-            saves=request.saves,
+            saves=request.saves and request is not self._done,
             owes_save=self._worker.owes_save or self.is_save_asked,
             has_saved=self._saver.checkpoints.has_finished_here,
         )
@@ -190,8 +192,9 @@ class StepBoundary:
         finally:  # the step is committed even if a rank with shards of the weights is lost now
             attempt.commit(step, totals, lr, measured, digest)
         self.wants, self.is_save_asked = wants, False
-        if wants.saves and self._worker.request == Request(saves=True):
-            self._worker.request = Request()
+        request = self._worker.request
+        if wants.saves and request == Request(saves=True):
+            self._done = request
         if saver.snapshots and (news := saver.snapshots.agreed(step.done, wants.lacks_memory, wants.is_sending)):
             attempt.report(news)
         if wants.has_saved:

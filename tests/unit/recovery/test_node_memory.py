@@ -1,5 +1,7 @@
 """Tests that the ranks and the runs of a node keep the limit of its memory for snapshots together, and free what they no longer need."""
 
+import fcntl
+import os
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -122,6 +124,21 @@ def test_the_ranks_of_a_node_exceed_the_limit_neither_together_nor_for_a_moment(
     assert node.most <= node.memory / 2
     assert taken(node.folder) == 0
     assert not list(group.folder.iterdir())
+
+
+def test_a_process_that_keeps_the_lock_of_the_memory_holds_nobody_up(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(node_memory, "LOCK_S", 0.1)
+    node.folder.mkdir(mode=0o700)
+    descriptor = os.open(node.folder, os.O_RDONLY | os.O_DIRECTORY)
+    fcntl.flock(descriptor, fcntl.LOCK_EX)
+    group = Group(node, 1, ranks=1, pages=4)
+    group.step(1, 2)
+    group.end()
+    os.close(descriptor)
+    assert "has held the lock" in str(group.warnings[0])
+    assert states(group.folder) == []
 
 
 def test_a_state_that_fits_is_kept_twice(node: Node) -> None:
