@@ -60,9 +60,10 @@ bench-start: .venv/ready-to-test  ## Seconds from `undula run` to the first step
 bench-data: .venv/ready-to-test  ## Reading rows beside a plain scan, Ray Data, MosaicML Streaming and LitData; build/bench/data-*.json
 	$(BIN)/python -m tests.baselines.bench_data
 
-bench-elastic: .venv/ready-with-horovod  ## Outage and lost steps beside Ray Train, torchft and torchrun, pauses of sharded models, and cost per step; build/bench/elastic-*.json, pauses.json
+bench-elastic: .venv/ready-with-horovod  ## Outage and lost steps beside Ray Train, torchft and torchrun, pauses of sharded models, restores at 256 ranks, and cost per step; build/bench/elastic-*.json, pauses.json, restore.json
 	$(BIN)/python -m tests.baselines.bench_elastic
 	$(BIN)/python -m tests.baselines.bench_pauses
+	$(BIN)/python -m tests.baselines.bench_restore
 	$(BIN)/python -m tests.baselines.bench_cost
 
 bench-study: .venv/ready-to-test  ## Trials per hour of a study beside Ray Tune alone; build/bench/study-*.json
