@@ -26,7 +26,7 @@ from undula.train.script_file import ScriptFile
 
 MOST_SIZES = 16
 """Maximum number of numbers of workers for which a step is estimated."""
-REFUSAL_S = 20.0
+REFUSAL_S = 60.0
 """Maximum seconds for the count of other settings, which a refusal may name."""
 LATE = (
     f"the memory of a step is not checked, because the script takes more than {LIMIT_S:.0f} s up to its first step; set "
