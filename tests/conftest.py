@@ -35,7 +35,10 @@ SHARED = ("spot", "cluster")
 """Fixtures of clusters that tests share, those with the longest tests first."""
 
 
-LONG = ("test_conformance.py", "test_submit.py", "test_doctor_live.py", "test_autoscaler.py")
+LONG = (
+    *("test_conformance.py", "test_submit.py", "test_doctor_live.py", "test_autoscaler.py"),
+    *("test_features.py", "test_drawn_changes.py"),
+)
 """Slowest of the other test files."""
 
 
