@@ -85,7 +85,8 @@ def join_layout(rank: int, world_size: int, device: torch.device, local_rank: in
     aborts the process if they differ in size.
 
     The groups have the time limit of the default process group, whereas torch would give each the default of its backend. Another training
-    in the same default process group gets the same ones, because threads of gloo poll a hundred times a second for each group.
+    in the same default process group gets the same ones, because threads of gloo poll a hundred times a second for each group. A single
+    rank, whose collectives meet no others, needs no groups beside the default one.
 
     Args:
         rank: Rank of this process.
@@ -95,6 +96,8 @@ def join_layout(rank: int, world_size: int, device: torch.device, local_rank: in
     """
     world = dist.group.WORLD
     assert world is not None, "torch.distributed.init_process_group must be called first"
+    if world_size == 1 and dist.get_backend(world) == "gloo":
+        return Layout(rank, world_size, local_rank, device, control=world, everyone=world, shards=world)
     if world not in _groups:
         timeout = timeout_of(world)
         _groups[world] = dist.new_group(backend="gloo", timeout=timeout), dist.new_group(timeout=timeout)
