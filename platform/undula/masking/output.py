@@ -4,13 +4,19 @@ import atexit
 import logging
 import os
 import sys
+import threading
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from functools import cache
 from typing import Any, TextIO
 
-from undula.masking.values import declare, declared_in, length_of_beginning, mask
+from undula.masking.values import declare, declared_in, length_to_show, mask, mask_part
+
+CONTEXT_CHARS = 300
+"""Maximum number of characters of a line, shown already, by which the shape of what follows in the line is known, such as `password=`."""
+WAIT_S = 1.0
+"""Maximum time in seconds for which a thread waits for another one that writes. It then writes as well."""
 
 
 def mask_output() -> None:
@@ -57,7 +63,8 @@ class MaskedStream:
     """Stream that masks each line. What is printed in pieces is masked as one line.
 
     A line is written when it is complete, and its beginning when the stream is flushed, except for an end with which a secret may begin.
-    The stream has no lock, with which a signal handler or a fork could wait forever.
+    One thread writes at a time, or an end that it keeps back could be written after what follows. A thread waits only for a time, because
+    the other one may not exist any more, in a fork, or may itself wait for this one. A signal handler does not wait for its own thread.
     """
 
     is_masked = True
@@ -65,14 +72,18 @@ class MaskedStream:
     def __init__(self, stream: TextIO, name: str):
         self._stream, self._name = stream, name
         self._pieces: deque[str] = deque()
-        """Pieces of the last line, which is not complete."""
+        """Pieces of text that have not been written."""
+        self._line = ""
+        """Text of the last line, not masked, that has been written."""
+        self._is_open = False
+        """Whether this text ends in a secret."""
+        self._lock, self._process = threading.RLock(), os.getpid()
 
     def write(self, text: str) -> int:
-        end = max(text.rfind("\n"), text.rfind("\r")) + 1  # a progress bar writes over itself
-        if end:
-            self._stream.write(mask(self._taken() + text[:end]))
-        if text[end:]:
-            self._pieces.append(text[end:])
+        if text:
+            self._pieces.append(text)
+        if "\n" in text or "\r" in text:
+            self._show(_length_of_lines)
         return len(text)
 
     def writelines(self, lines: Iterable[str]) -> None:
@@ -80,18 +91,42 @@ class MaskedStream:
             self.write(line)
 
     def flush(self) -> None:
-        text = self._taken()
-        kept = length_of_beginning(text)
-        if kept:
-            self._pieces.appendleft(text[-kept:])
-        if len(text) > kept:
-            self._stream.write(mask(text[: len(text) - kept]))
+        self._show(length_to_show)
         self._stream.flush()
 
     def release(self) -> None:
         """Write what is left at the end of the process."""
-        if rest := self._taken():
-            self._stream.write(mask(rest))
+        self._show(len)
+
+    def _show(self, length: Callable[[str], int]) -> None:
+        """Write the beginning of the text that has not been written.
+
+        Args:
+            length: Function that returns the length of this beginning, given the text.
+        """
+        if self._process != os.getpid():  # in a fork, where the thread that has the lock may be missing
+            self._lock, self._process = threading.RLock(), os.getpid()
+        lock = self._lock
+        is_alone = lock.acquire(timeout=WAIT_S)
+        try:
+            text = self._taken()
+            count = length(text)
+            if text[count:]:
+                self._pieces.appendleft(text[count:])
+            if count:
+                line = self._line + text
+                shown, self._is_open = mask_part(line, len(self._line), len(line) - len(text) + count, self._is_open)
+                self._note(line[: len(line) - len(text) + count])
+                self._stream.write(shown)
+        finally:
+            if is_alone:
+                lock.release()
+
+    def _note(self, line: str) -> None:
+        """Note the end of what is written as the beginning of a line, unless the line is complete."""
+        end = _length_of_lines(line)
+        self._is_open = self._is_open and end < len(line)
+        self._line = line[max(end, len(line) - CONTEXT_CHARS) :]
 
     def _taken(self) -> str:
         pieces = []
@@ -110,3 +145,8 @@ class MaskedStream:
 
 def _stream_of_process(name: str) -> Any:
     return getattr(sys, name)
+
+
+def _length_of_lines(text: str) -> int:
+    """Return the length of the complete lines in a text. A progress bar writes over its line."""
+    return max(text.rfind("\n"), text.rfind("\r")) + 1

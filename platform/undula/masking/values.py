@@ -6,8 +6,9 @@ A process keeps the values of its secrets, so a script may delete the variables 
 import json
 import os
 import re
-from collections.abc import Mapping, Sequence
-from itertools import chain
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Mapping
+from itertools import accumulate, chain
 from urllib.parse import quote, quote_plus
 
 from undula.masking.shapes import MASK, secrets_in
@@ -18,9 +19,10 @@ MIN_CHARS = 6
 """Minimum number of characters of a value that is masked. Shorter ones, such as `true` or `1`, stand in many texts by chance."""
 MIN_DIFFERENT_CHARS = 3
 """Minimum number of different characters of such a value. A line of dashes has one."""
-_TEXTS = (str, list, dict)
 _COLOUR = re.compile(r"\x1b\[[\d;:]*[mK]")
 """Sequence with which a terminal changes the colour of a text, or with which it erases the rest of a line, as grep does beside colours."""
+_BEGUN_COLOUR = re.compile(r"\x1b(?:\[[\d;:]*)?\Z")
+"""Beginning of such a sequence at the end of a text."""
 _variables: dict[str, str] = {}
 _values: frozenset[str] = frozenset()
 _pattern: re.Pattern[str] | None = None
@@ -67,26 +69,55 @@ def forms_of(value: str) -> set[str]:
 
 def mask(text: str) -> str:
     """Return a text with *** in place of declared secrets, and of what has the shape of a secret, also if its colour changes within it."""
-    places = _without_colours(text)
-    plain = "".join(text[place] for place in places) if len(places) < len(text) else text
-    found = [match.span() for match in _pattern.finditer(plain)] if _pattern else []
-    shown, end = "", 0
-    for begin, until in sorted([*found, *secrets_in(plain)]):
-        first, last = places[begin], places[until - 1]
-        if first >= end:
-            shown += text[end:first] + MASK
-        shown += "".join(_COLOUR.findall(text[max(end, first) : last + 1]))
-        end = max(end, last + 1)
-    return shown + text[end:]
+    return mask_part(text, 0, len(text))[0]
 
 
-def _without_colours(text: str) -> Sequence[int]:
-    """Return the places of the characters of a text that are no part of a colour."""
+def mask_part(text: str, begin: int, until: int, is_open: bool = False) -> tuple[str, bool]:
+    """Return a part of a text, masked with regard to what is before and after it, and whether a secret reaches the end of the part.
+
+    Args:
+        text: Any text.
+        begin: First position of the part.
+        until: Position after the part.
+        is_open: Whether the text before the part has been shown with *** at its end, which a secret that goes on does not need again.
+    """
+    pieces, end = [], begin
+    for first, last in sorted(_secrets(text)):
+        if last <= end or first >= until:
+            continue
+        if first >= end or (end == begin and not is_open):
+            pieces += [text[end : max(first, end)], MASK]
+        last = min(last, until)
+        pieces += _COLOUR.findall(text, max(first, end), last)
+        end = last
+        is_open = False
+    return "".join([*pieces, text[end:until]]), end == until > begin
+
+
+def _secrets(text: str) -> Iterator[tuple[int, int]]:
+    """Yield the first and the last position of each secret in a text."""
+    plain, place = _without_colours(text)
+    for begin, until in chain(_places(plain), secrets_in(plain)):
+        yield place(begin), place(until - 1) + 1
+
+
+def _places(text: str) -> Iterator[tuple[int, int]]:
+    """Yield the first and the last position of each declared secret in a text. Two may overlap, as `abcab` does in `abcabcab`."""
+    pattern = _pattern
+    found = pattern.search(text) if pattern else None
+    while pattern and found:
+        yield found.span()
+        found = pattern.search(text, found.start() + 1)
+
+
+def _without_colours(text: str) -> tuple[str, Callable[[int], int]]:
+    """Return a text without its colours, and a function that returns the place in the text of a character that is no part of a colour."""
     colours = [match.span() for match in _COLOUR.finditer(text)] if "\x1b" in text else []
     if not colours:
-        return range(len(text))
-    ends, begins = [0, *(end for _, end in colours)], [*(begin for begin, _ in colours), len(text)]
-    return [*chain(*map(range, ends, begins))]
+        return text, lambda place: place
+    lengths = [0, *accumulate(end - begin for begin, end in colours)]
+    places = [begin - before for (begin, _), before in zip(colours, lengths, strict=False)]
+    return _COLOUR.sub("", text), lambda place: place + lengths[bisect_right(places, place)]
 
 
 def masked(tree: object) -> object:
@@ -98,29 +129,29 @@ def masked(tree: object) -> object:
     return mask(tree) if isinstance(tree, str) else tree
 
 
-def mask_error(error: BaseException | None) -> None:
-    """Mask the texts of an exception and of those that it follows from, before it leaves this process."""
-    seen: set[int] = set()
-    while error is not None and id(error) not in seen:
-        seen.add(id(error))
-        error.args = tuple(masked(part) if isinstance(part, _TEXTS) else part for part in error.args)
-        for name in (
-            "filename",
-            "strerror",
-            *vars(error),
-        ):  # the first two are those of an OSError, which does not show its arguments
-            if isinstance(value := getattr(error, name, None), _TEXTS):
-                setattr(error, name, masked(value))
-        error = error.__cause__ or error.__context__
-
-
 def holds_declared(text: str) -> bool:
     """Return whether a text contains a declared secret."""
     return _pattern is not None and _pattern.search(text) is not None
 
 
-def length_of_beginning(text: str) -> int:
-    """Return the length of the end of a text with which a declared secret may begin."""
-    longest = max(map(len, _values), default=1)
-    ends = (text[-count:] for count in range(min(longest - 1, len(text)), 0, -1))
-    return next((len(end) for end in ends if any(value.startswith(end) for value in _values)), 0)
+def length_to_show(text: str) -> int:
+    """Return the length of the beginning of a text that may be shown masked before the rest of its line is known.
+
+    The end is kept back from where a declared secret may begin, and so is a complete secret that reaches into this end.
+    """
+    colour = _BEGUN_COLOUR.search(text)
+    whole = text[: colour.start()] if colour else text
+    plain, place = _without_colours(whole)
+    end = len(plain) - max((_length_of_beginning(plain, value) for value in _values), default=0)
+    for begin, until in sorted(_places(plain), reverse=True):
+        if begin < end < until:
+            end = begin
+    return place(end) if end < len(plain) else len(whole)
+
+
+def _length_of_beginning(text: str, value: str) -> int:
+    """Return the length of the longest end of a text with which a value begins, but does not end."""
+    place = text.find(value[0], max(len(text) - len(value) + 1, 0))
+    while place >= 0 and not value.startswith(text[place:]):
+        place = text.find(value[0], place + 1)
+    return len(text) - place if place >= 0 else 0

@@ -6,7 +6,8 @@ import traceback
 import torch.distributed as dist
 
 from undula.errors import UsageError
-from undula.masking.values import mask, mask_error
+from undula.masking.exceptions import mask_error
+from undula.masking.values import mask
 from undula.recovery.worker_state import GroupEndedError
 from undula.train.left_out import note_left_out
 from undula.train.mixed_tensors import note_mixed_tensors

@@ -11,8 +11,9 @@ from urllib.parse import quote, quote_plus
 import pytest
 from ray import cloudpickle
 
+from undula.masking.exceptions import mask_error
 from undula.masking.output import MaskedStream
-from undula.masking.values import NAMES, declare, declared_in, forms_of, mask, mask_error, masked
+from undula.masking.values import NAMES, declare, declared_in, forms_of, mask, masked
 from undula.state.events import FailEvent, read_event
 
 SECRET = "blue/Sesame & 'four\""

@@ -23,7 +23,8 @@ from ray.exceptions import RayTaskError
 from undula.data.spec import DataSpec
 from undula.data.stored.read_ahead import ReadAhead
 from undula.data.stored.reads import RowGroupRead, WindowRead, row_group_reads, tables
-from undula.masking.values import mask, mask_error
+from undula.masking.exceptions import mask_error
+from undula.masking.values import mask
 from undula.storage import Reporter, waits_reported_to, waits_reporter
 
 NODE_LABEL = "ray.io/node-id"
