@@ -1,122 +1,103 @@
-"""Names and shapes that give a secret away: a safety net under the secrets that the user has declared. Both are tables."""
+"""Secrets that nobody has declared, in any text: a safety net under those that the user has declared. They are known by tables of shapes,
+here and in `tokens`, and by names in front of values. All patterns take linear time: what repeats is possessive, or has a limit."""
 
 import re
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from undula.masking.names import CORES, is_secret
+from undula.masking.tokens import TOKEN
+
 MASK = "***"
 """Text in place of a secret."""
-SERVICES = (
-    r"access|account|admin|aes|anthropic|api|app|auth|aws|azure|bearer|client|cohere|comet|datadog|decryption|deepgram|"
-    r"deepseek|deploy|elevenlabs|encryption|fireworks|gcp|gemini|git|github|gitlab|google|gpg|groq|hf|hmac|hub|"
-    r"hugging_?face|jwt|kaggle|lang_?smith|license|logger|master|mistral|mlflow|neptune|ngc|nvidia|open_?ai|"
-    r"open_?router|perplexity|pgp|pinecone|private|provider|refresh|replicate|roboflow|root|rsa|s3|secret|security|"
-    r"sendgrid|sentry|serper|service|session|shared|signing|slack|ssh|stability|storage|stripe|subscription|symmetric|"
-    r"tavily|telegram|together(?:_?ai)?|tracker|tracking|twilio|voyage|wandb|weaviate|web_?hook"
-)
-"""Words that make a key or a token a secret if they stand beside it, also as the name of its section. A `sort_key` is none."""
 
 
-class Name(NamedTuple):
-    """Names of secrets."""
+class Shape(NamedTuple):
+    """Shape of secrets in a text."""
 
-    end: str
-    """Pattern of the end of a dotted key with its sections, in lower case, such as `wandb.api_key`."""
-    value: str
-    """Pattern of the texts that are secrets under such a name."""
-    has_numbers: bool = False
-    """Whether a number is a secret, too."""
+    words: tuple[str, ...]
+    """Words in lower case of which a text contains one, or it is not searched for the shape."""
+    pattern: re.Pattern[str]
+    """Pattern whose group is the secret."""
 
 
-_TEXT = r"(?s:.+)"
-_CREDENTIAL = r"(?![-+]?\d[\d.,_]{0,11}(?:e[-+]?\d+)?[a-z/%]{0,5}$)(?=[^a-z]*[a-z])(?=\D*\d)[^\s<>\[\]{}|]{8,}|[^\s<>\[\]{}|_]{20,}"
-"""A text of a service, and no word, number or count, such as `char`, `1.2e+08` or `300B`."""
-_RANDOM = r"(?s:.*)(?:(?<![a-z\d])(?=[a-z]*\d)(?=\d*[a-z])[a-z\d]{16,}|[\da-f]{8}(?:-[\da-f]{4}){3}-)(?s:.*)"
-NAMES = (
-    Name(
-        r"[a-z]*(?:pass(?:word|wd|phrase|code)|secret|credential|mnemonic|apikey|otp)s?|creds?|seed_?phrase",
-        _TEXT,
-        True,
+def _shape(words: str, *parts: str) -> Shape:
+    return Shape(tuple(words.split()), re.compile("".join(parts)))
+
+
+SHAPES = (
+    # The password of a URL, which may contain a @. Where no @ follows, the rest is skipped: no later URL in it could have one.
+    _shape(
+        "://",
+        r"://[^\s/:@\"'\[]{0,200}+:(?!\d++(?:[/?#]|$)|\$\{)",
+        r"(?:([^\s\"'<>@]++(?:@[^\s\"'<>@]*+(?=@))*+)@|[^\s\"'<>@]*+)",
     ),
-    Name(r"[a-z]*pwd|pw", r"(?![~.]?/)(?s:.+)"),  # `pwd` may be the working directory
-    Name(rf"(?:{SERVICES})[._]?(?:key|token|pat)s?|(?:key|token)s?[._](?:{SERVICES})", _TEXT),
-    Name(r"(?:api|access|secret)_key[._](?:id|value)", _TEXT),
-    Name(r"(?:admin|database|db|ftp|mail|mysql|postgres|redis|root|smtp|user)_?pass", _TEXT),
-    Name(r"[a-z]*tokens?|dsn|jwt|auth|authorization|bearer|cookies?|webhooks?|(?<![a-z]_)pass", _CREDENTIAL),
-    Name(r"(?:database|db|conn|connection|webhook|sas|signed|presigned)[._]?(?:ur[il]|string|str)", _CREDENTIAL),
-    Name(r"(?<!public[._])keys?", _RANDOM),
+    # A URL with a token.
+    _shape("://", r"://(?:(?<=\bhttp://)|(?<=\bhttps://))(?!git@)([^/\s@$?#\"'<>:]{1,500}+)@"),
+    _shape(
+        "private",
+        r"(-----BEGIN [A-Z\d ]{0,40}PRIVATE KEY(?: BLOCK)?-----(?:[^-]++|-(?!----END))*+(?:-----END[A-Z\d ]{0,60}+-----)?)",
+    ),
+    # A line of such a key, which is printed line by line. A path has more slashes.
+    _shape(
+        "",
+        r"(?<![\w+/=.-])(?=([A-Za-z\d+/]{64}(?:[A-Za-z\d+/]{6})?+)(?![\w+/=.-]))(?!(?:[A-Za-z\d+]*+/){6})",
+        r"(?=(?:[a-z\d+/]*+[A-Z]){8})(?=(?:[A-Z\d+/]*+[a-z]){8})(?=(?:[A-Za-z+/]*+\d){3})",
+    ),
+    _shape("hooks.slack", r"hooks\.slack\.com/(\w++/\S++)"),
+    _shape("discord", r"discord(?:app)?\.com/api/webhooks/(\S++)"),
+    _shape("webhook.office", r"webhook\.office\.com/(\S++)"),
+    _shape("bearer basic", r"\b[Bb](?:earer|asic) ++(?=[^\s\d=]{0,400}+[\d=])([\w+/.~=-]{8,}+)"),
+    _shape(
+        "authorization",
+        r"[Aa]uthorization\\?[\"']?(?::[ ]?|=)\\?[\"']?[A-Za-z][\w-]{0,20}+ {1,8}+(?=[^\s\d]{0,400}+\d)([\w+/.~=-]{8,}+)",
+    ),
+    _shape(
+        "sig x-amz- x-goog-",
+        r"[?&](?:X-(?:Amz|Goog)-(?:Signature|Credential|Security-Token)|sig|Signature)=([^\s&\"'<>]++)",
+    ),
+    _shape("curl", r"-(?<=\s-)(?:u|-user)[ =]?[\"']?[^\s:\"'$]{1,200}+:((?!\$|\d{1,6}+(?!\S))[^\s\"']++)"),
+    _shape("mysql mariadb", r"-(?<=\s-)p(?![\d:.]++(?!\S))(?=[^\s\d]{0,100}+\d)([^\s\"'$=][^\s\"']{3,}+)"),
+    _shape("secret_access_key", r"(?i:\baws_secret_access_key)[\s=:]++[\"']?([\w+/]{8,}+)"),
+    _shape("machine", r"\bmachine\s++\S++\s++(?:(?:login|account)\s++\S++\s++){0,2}+password\s++(?=[^\s\d]{0,100}+\d)(\S++)"),
+    # A line of such a file. Words that follow make a sentence.
+    _shape("passw", r"(?m:^)[ \t]{0,40}+passw(?:or)?d[ \t]{1,40}+((?=[^\s\d]{0,100}+\d)[^\s\"'()=]{6,}+)[ \t]*+(?m:$)"),
+    _shape(":", r":(?<=\d{8}:)([\w-]{35})(?![\w-])"),  # a token of Telegram
+    _shape("q~", r"(?<![\w~.-])([\w~.]{3}\dQ~[\w~.-]{31,34})(?![\w~.-])"),  # a secret of Azure AD
 )
-_ADDITIONS = re.compile(
-    r"(?:[._](?:b|backup|base|base64|current|default|dev|development|eu|fallback|hex|live|main|new|old|plain|primary|prod|"
-    r"production|raw|sandbox|secondary|stage|staging|str|string|test|text|us|v?\d+))+$"
-    r"|\.(?:dev|live|main|prod|production|staging|test)(?=\.)"
-)
-"""Words after which a name still names the secret itself, as in `secret_key_base`, and sections between the words of a name. A
-`password_file` is no password."""
-_COMPILED = [(re.compile(rf"(?:^|[._])(?:{name.end})$"), re.compile(name.value, re.IGNORECASE)) for name in NAMES]
-_VOCABULARY = re.compile(r"(?:^|[._])(?:special|bos|cls|eos|mask|pad|sep|unk|image|audio|video|vocab\w*)_?\w*tokens?\b")
-"""Names of tokens that let nobody in."""
-_SETTINGS = re.compile(
-    r"none|null|nil|true|false|yes|no|on|off|enabled?|disabled?|auto|default|required|optional|missing"
-    r"|\$\{[\w:.]+\}|\(hidden\b[^)]*\)|\*\*\*",
-    re.IGNORECASE,
-)
-"""Texts that are no secrets under any name, among them references to secrets, and what stands in their place."""
 
-SHAPES = [
-    re.compile(shape)
-    for shape in (
-        r"://[^\s/:@\"'\[]{0,200}:(?!\d+(?:[/?#]|$)|\$\{)([^\s\"'<>]{1,500})@",  # the password of a URL
-        r"\bhttps?://(?!git@)([^/\s@$?#\"'<>:]{1,500})@",  # a URL with a token
-        r"\b((?:A[KS]IA|AIza)[\w-]{12,})|\b((?:gh[pousr]|hf|npm|gsk)_[A-Za-z\d]{16,}|github_pat_\w{16,})",
-        r"\b((?:glpat|nvapi|pypi)-[\w-]{16,}|ya29\.[\w-]{16,}|xox[abeprs]-[\w-]{8,})",
-        r"\b(sk-(?=[\w-]*\d)[\w-]{16,}|[sr]k_live_\w{16,})",
-        r"\b(eyJ[\w-]{8,}\.[\w-]{8,}\.[\w-]*)|(?<!\d)(\d{8,10}:[\w-]{35})(?![\w-])",  # tokens of JWT and Telegram
-        r"(-----BEGIN [A-Z ]*PRIVATE KEY-----(?s:.*?)(?:-----END [A-Z ]*-----|\Z))",
-        # A line of such a key, which is printed line by line. A path has more slashes.
-        r"(?<![\w+/=.-])(?!(?:[A-Za-z\d+]*/){6})(?=(?:[a-z\d+/]*[A-Z]){8})(?=(?:[A-Z\d+/]*[a-z]){8})(?=(?:[A-Za-z+/]*\d){3})"
-        r"([A-Za-z\d+/]{64}|[A-Za-z\d+/]{70})(?![\w+/=.-])",
-        r"\bhooks\.slack\.com/(\w+/\S+)|\bdiscord(?:app)?\.com/api/webhooks/(\S+)|\bwebhook\.office\.com/(\S+)",
-        r"\b(?:Bearer|Basic) +((?=\S*[\d=])[\w+/.~=-]{8,})",
-        r"[?&](?:X-Amz-(?:Signature|Credential|Security-Token)|sig|Signature)=([^\s&\"'<>]+)",
-        r"\bcurl\b[^\n|;]{0,500}?\s(?:-u|--user)[ =]?[\"']?[^\s:\"'$]{1,200}:((?!\$)[^\s\"']+)",
-        r"(?i:\baws_secret_access_key)[\s=:]+[\"']?([\w+/]{8,})",
-    )
-]
-"""Shapes of secrets in a text. A group of each is the secret. What may repeat is bounded, so that long texts take linear time."""
-_ASSIGNMENT = re.compile(
-    r"(?<![\w$/.-])(?:-{0,2}([A-Za-z][\w.-]{0,120})\\?[\"']?(=|[ ]{1,8}=[ ]{1,8}|:[ ])"
-    r"|(?:--(?!secrets? )|(?=[A-Z][A-Z\d]{0,40}_[A-Z\d_]{1,60} ))([A-Za-z][\w-]*)(?: )+(?!-))"
-    r"(?=(\\?[\"'])?((?![$(<{\"'\\]|~/)[^\s\"'`,;&)}\]\\]{4,}))"
-)
-"""A name and its value in a text, such as a command; a variable such as HF_TOKEN needs no sign. A value that the shell looks up is none.
-The value of one name may be the next name, as in `ValueError: password=...`."""
-_CODE = re.compile(r"[a-zA-Z_]\w*(?:\.[a-zA-Z_]\w*)+(?:[\[(].*)?|\w*[\[(].*")
-"""A value that stands in code, as in the lines of a traceback."""
-_BOUNDARY = re.compile(r"(?<=[a-z\d])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])|[^\w.]+")
+_MOST_CHARS = 500
+"""Maximum number of characters of a value by which it is known."""
+_MOST_NESTED = 3
+"""Maximum number of assignments in a value, such as `key=password=...`, that are looked at."""
+_RUN = r"[^\s\"'`,;&)}\]\\]"
+_SIGN = r"\\?[\"']?(=|[ ]{1,8}+=[ ]{1,8}+|:[ ]|:(?=\\?[\"'])|>(?=[^\s<>]{4,500}+</))"
+_NAME = r"([A-Za-z][\w.-]{0,120}+)"
+_VARIABLE = r"(?=[A-Z][A-Z\d]{0,40}+_[A-Z\d_]{1,60}+ )"
+_WORDS = rf"(?<=[\"'])[^\s\"'\\]{{1,3}} [^\"'\\\n]{{1,{_MOST_CHARS}}}+"
+_VALUE = rf"(?=(\\?[\"'])?((?![$({{\"'\\]|~/|<[^>\n]{{0,80}}+>)(?:{_RUN}{{4,{_MOST_CHARS}}}+|{_WORDS})))"
+"""A value, which may be quoted. One that the shell looks up is none, and neither is a placeholder such as <password>."""
 
 
-def is_secret(key: str, value: object) -> bool:
-    """Return whether a text or a number is a secret by its name, or by the name of a section that it lies in.
+def _assignment(cores: tuple[str, ...]) -> re.Pattern[str]:
+    """Return a pattern of a name and its value in a text, such as a command; a variable such as HF_TOKEN needs no sign.
+
+    The value of one name may be the next name, as in `ValueError: password=...`, so the match ends before it.
 
     Args:
-        key: Dotted key.
-        value: The value.
+        cores: Words of which the name contains one; any name if there are none.
     """
-    is_text = isinstance(value, str)
-    if isinstance(value, bool) or not (is_text or isinstance(value, int | float)):
-        return False
-    words = _BOUNDARY.sub("_", key).lower()
-    text = str(value).strip()
-    if not text or _SETTINGS.fullmatch(text) or text.lower() in re.split(r"[._]", words) or _VOCABULARY.search(words):
-        return False
-    parts = words.split(".")
-    sections = [_ADDITIONS.sub("", ".".join(parts[:count])) for count in range(len(parts), 0, -1)]
-    return any(
-        (is_text or name.has_numbers) and end.search(section) and value_form.fullmatch(text)
-        for section in sections
-        for name, (end, value_form) in zip(NAMES, _COMPILED, strict=True)
-    )
+    words = ("".join(f"[{letter}{letter.upper()}]" for letter in word) for word in cores)
+    core = rf"(?=[\w.-]{{0,120}}?(?:{'|'.join(words)}))" if cores else ""
+    assigned = rf"-{{0,2}}(?={_NAME}{_SIGN}){core}\1\\?[\"']?\2{_VALUE}"
+    flag = rf"(?:--(?!secrets? )|{_VARIABLE})(?={_NAME} ){core}\5 {{1,8}}+(?!-){_VALUE}"
+    return re.compile(rf"(?<![\w$/.-])(?:{assigned}|{flag})")
+
+
+_ANY, _LIKELY = _assignment(()), _assignment(CORES)
+_REST = re.compile(rf"{_RUN}*+")
+_CODE = re.compile(r"[a-zA-Z_]\w*+(?:\.[a-zA-Z_]\w*+)++(?:[\[(].*)?|\w*+[\[(].*")
+"""A value that stands in code, as in the lines of a traceback."""
 
 
 def secrets_in(text: str, key: str = "") -> Iterator[tuple[int, int]]:
@@ -126,13 +107,54 @@ def secrets_in(text: str, key: str = "") -> Iterator[tuple[int, int]]:
         text: Any text.
         key: Dotted key of the text.
     """
-    for shape in SHAPES:
-        for match in shape.finditer(text):
-            yield match.span(match.lastindex or 0)
-    for match in _ASSIGNMENT.finditer(text):
-        option, sign, flag, quote, value = match.groups()
-        # Where words may stand around a name, a value is quoted or has a digit. `token = batch_2` stands in code.
-        may_be_prose = not quote and (sign != "=" if option else flag.isupper())
-        is_prose = may_be_prose and (not re.search(r"\d", value) or ((sign or "").startswith(" ") and "_" in value))
-        if not is_prose and not _CODE.fullmatch(value) and is_secret(f"{key}.{option or flag}", value):
-            yield match.span(5)
+    lower = text.lower()
+    for words, pattern in SHAPES:
+        if not words or any(word in lower for word in words):
+            for match in pattern.finditer(text):
+                if match.lastindex:
+                    yield match.span(match.lastindex)
+    for match in TOKEN.finditer(text):
+        yield match.span()
+    if key or any(core in lower for core in CORES):
+        yield from _assigned(text, key)
+
+
+def _assigned(text: str, key: str) -> Iterator[tuple[int, int]]:
+    """Yield the first and the last position of each value in a text that is a secret by its name."""
+    pattern = _ANY if key else _LIKELY
+    place, end, nested = 0, 0, 0
+    while match := pattern.search(text, place):
+        place, until = match.span(match.lastindex or 0)
+        if found := _secret_of(match, key):
+            yield found
+            place = found[1]
+        elif place < end:
+            nested += 1
+            place = until if nested == _MOST_NESTED else place
+        else:
+            end, nested = until, 0
+
+
+def _secret_of(match: re.Match[str], key: str) -> tuple[int, int] | None:
+    """Return the first and the last position of the value of an assignment if it is a secret."""
+    option, sign, quote, value, flag, quote_of_flag, value_of_flag = match.groups()
+    name, quote, value = option or flag, quote or quote_of_flag, value or value_of_flag
+    begin, until = match.span(match.lastindex or 0)
+    if sign == ">":
+        value = value.partition("</")[0]
+        return (begin, begin + len(value)) if is_secret(f"{key}.{name}", value) else None
+    if quote and (end := match.string.find(quote, begin, begin + _MOST_CHARS)) >= 0:
+        whole = match.string[begin:end]
+        # Text with blanks may be prose, such as a message about a password.
+        if "\n" not in whole and (" " not in whole or re.search(r"\d", whole)) and is_secret(f"{key}.{name}", whole):
+            return begin, end
+    if " " in value:
+        return None
+    # Where words may stand around a name, a value is quoted or has a digit. `token = batch_2` stands in code.
+    may_be_prose = not quote and (sign != "=" if option else flag.isupper())
+    if may_be_prose and (not re.search(r"\d", value) or ((sign or "").startswith(" ") and "_" in value)):
+        return None
+    if _CODE.fullmatch(value) or not is_secret(f"{key}.{name}", value):
+        return None
+    rest = _REST.match(match.string, until)
+    return begin, rest.end() if rest else until

@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from undula.masking.shapes import is_secret
+from undula.masking.names import is_secret
 from undula.masking.values import mask
 
 SECRET = "hunter2-sesame"
