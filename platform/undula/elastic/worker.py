@@ -21,6 +21,7 @@ from undula.elastic.network import node_address, use_interface
 from undula.elastic.ray.actor import worker_state
 from undula.elastic.ray.gpus import reserved_device
 from undula.errors import ClusterError, StorageError, UndulaError, UsageError
+from undula.masking.exceptions import mask_error
 from undula.masking.output import mask_output
 from undula.parallel.compile import compile_with_own_threads, problem_of_compiler
 from undula.parallel.layout import join_layout
@@ -121,8 +122,13 @@ class JobWorker:
 
 
 def _execute(script: ScriptFile) -> None:
-    with logging_of_script():
-        script.make_ready()
+    mask_output()  # also after an execution that has replaced the streams
+    try:
+        with logging_of_script():
+            script.make_ready()
+    except Exception as error:
+        mask_error(error)  # which Ray writes to its logs
+        raise
 
 
 def prepare_worker(job: Job, publish: Publisher, interfaces: Sequence[str] | None = None) -> None:

@@ -30,7 +30,8 @@ class Name(NamedTuple):
 _TEXT = r"(?s:.+)"
 _CREDENTIAL = r"(?![-+]?\d[\d.,_]{0,11}(?:e[-+]?\d+)?[a-z/%]{0,5}$)(?=[^a-z]*[a-z])(?=\D*\d)[^\s<>\[\]{}|]{8,}|[^\s<>\[\]{}|_]{20,}"
 """A text of a service, and no word, number or count, such as `char`, `1.2e+08` or `300B`."""
-_RANDOM = r"(?s:.*)(?:(?<![a-z\d])(?=[a-z]*\d)(?=\d*[a-z])[a-z\d]{16,}|[\da-f]{8}(?:-[\da-f]{4}){3}-)(?s:.*)"
+_RANDOM_WORD = r"(?:(?=[a-z]*+\d)(?=\d*+[a-z])[a-z\d]{16}|[\da-f]{8}(?:-[\da-f]{4}){3}-)"
+_RANDOM = rf"(?=\D*+\d)[^a-z\d]*+(?:(?!{_RANDOM_WORD})[a-z\d]++[^a-z\d]++)*+{_RANDOM_WORD}(?s:.*)"
 NAMES = (
     Name(
         r"[a-z]*(?:pass(?:word|wd|phrase|code)|secret|credential|mnemonic|apikey|otp)s?|creds?|seed_?phrase",
@@ -63,7 +64,7 @@ _SETTINGS = re.compile(
 """Texts that are no secrets under any name, among them references to secrets, and what stands in their place."""
 
 CORES = (
-    "pass", "secret", "credential", "cred", "mnemonic", "otp", "seed", "pw", "key", "token", "pat", "dsn", "jwt", "auth", "bearer",
+    "pass", "secret", "cred", "mnemonic", "otp", "seed", "pw", "key", "token", "pat", "dsn", "jwt", "auth", "bearer",
     "cookie", "hook", "url", "uri", "str",
 )  # fmt: skip
 """Words of which each name of a secret contains one, by which most other names are passed over fast."""

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from undula.masking.names import CORES, is_secret
-from undula.masking.tokens import TOKEN
+from undula.masking.tokens import TOKEN, one_of
 
 MASK = "***"
 """Text in place of a secret."""
@@ -15,16 +15,19 @@ MASK = "***"
 class Shape(NamedTuple):
     """Shape of secrets in a text."""
 
-    words: tuple[str, ...]
-    """Words in lower case of which a text contains one, or it is not searched for the shape."""
+    word: str
+    """Word in lower case that a text contains, or it is not searched for the shape."""
     pattern: re.Pattern[str]
     """Pattern whose group is the secret."""
 
 
-def _shape(words: str, *parts: str) -> Shape:
-    return Shape(tuple(words.split()), re.compile("".join(parts)))
+def _shape(word: str, *parts: str) -> Shape:
+    return Shape(word, re.compile("".join(parts)))
 
 
+_CREDENTIALS = r"{0,8}+(?=[^\s\d=]{0,200}+[\d=])([\w+/.~=-]{8,}+)"
+_VALUE_OF_URL = r"=([^\s&\"'<>]++)"
+_OPTION_P = r"-(?<=\s-)p(?![\d:.]++(?!\S))(?=[^\s\d]{0,100}+\d)([^\s\"'$=][^\s\"']{3,}+)"
 SHAPES = (
     # The password of a URL, which may contain a @. Where no @ follows, the rest is skipped: no later URL in it could have one.
     _shape(
@@ -47,34 +50,38 @@ SHAPES = (
     _shape("hooks.slack", r"hooks\.slack\.com/(\w++/\S++)"),
     _shape("discord", r"discord(?:app)?\.com/api/webhooks/(\S++)"),
     _shape("webhook.office", r"webhook\.office\.com/(\S++)"),
-    _shape("bearer basic", r"\b[Bb](?:earer|asic) ++(?=[^\s\d=]{0,400}+[\d=])([\w+/.~=-]{8,}+)"),
+    _shape("bearer", rf"[Bb]earer {_CREDENTIALS}"),
+    _shape("basic", rf"[Bb]asic {_CREDENTIALS}"),
     _shape(
         "authorization",
         r"[Aa]uthorization\\?[\"']?(?::[ ]?|=)\\?[\"']?[A-Za-z][\w-]{0,20}+ {1,8}+(?=[^\s\d]{0,400}+\d)([\w+/.~=-]{8,}+)",
     ),
-    _shape(
-        "sig x-amz- x-goog-",
-        r"[?&](?:X-(?:Amz|Goog)-(?:Signature|Credential|Security-Token)|sig|Signature)=([^\s&\"'<>]++)",
-    ),
+    _shape("sig", rf"[?&](?:X-(?:Amz|Goog)-Signature|sig|Signature){_VALUE_OF_URL}"),
+    _shape("x-amz-", rf"[?&]X-Amz-(?:Credential|Security-Token){_VALUE_OF_URL}"),
+    _shape("x-goog-", rf"[?&]X-Goog-Credential{_VALUE_OF_URL}"),
     _shape("curl", r"-(?<=\s-)(?:u|-user)[ =]?[\"']?[^\s:\"'$]{1,200}+:((?!\$|\d{1,6}+(?!\S))[^\s\"']++)"),
-    _shape("mysql mariadb", r"-(?<=\s-)p(?![\d:.]++(?!\S))(?=[^\s\d]{0,100}+\d)([^\s\"'$=][^\s\"']{3,}+)"),
-    _shape("secret_access_key", r"(?i:\baws_secret_access_key)[\s=:]++[\"']?([\w+/]{8,}+)"),
-    _shape("machine", r"\bmachine\s++\S++\s++(?:(?:login|account)\s++\S++\s++){0,2}+password\s++(?=[^\s\d]{0,100}+\d)(\S++)"),
+    _shape("mysql", _OPTION_P),
+    _shape("mariadb", _OPTION_P),
+    _shape("secret_access_key", r"[Ss](?i:ecret_access_key)[\s=:]++[\"']?([\w+/]{8,}+)"),
+    _shape(
+        "machine", r"machine\s++\S++\s++(?:(?:login|account)\s++\S++\s++){0,2}+password\s++(?=[^\s\d]{0,100}+\d)(\S++)"
+    ),
     # A line of such a file. Words that follow make a sentence.
     _shape("passw", r"(?m:^)[ \t]{0,40}+passw(?:or)?d[ \t]{1,40}+((?=[^\s\d]{0,100}+\d)[^\s\"'()=]{6,}+)[ \t]*+(?m:$)"),
     _shape(":", r":(?<=\d{8}:)([\w-]{35})(?![\w-])"),  # a token of Telegram
     _shape("q~", r"(?<![\w~.-])([\w~.]{3}\dQ~[\w~.-]{31,34})(?![\w~.-])"),  # a secret of Azure AD
 )
 
-_MOST_CHARS = 500
+_MOST_CHARS = 200
 """Maximum number of characters of a value by which it is known."""
-_MOST_NESTED = 3
+_MOST_NESTED = 2
 """Maximum number of assignments in a value, such as `key=password=...`, that are looked at."""
 _RUN = r"[^\s\"'`,;&)}\]\\]"
-_SIGN = r"\\?[\"']?(=|[ ]{1,8}+=[ ]{1,8}+|:[ ]|:(?=\\?[\"'])|>(?=[^\s<>]{4,500}+</))"
+_NO_PROSE = r"(?=\\?[\"']|[^\s\d]{0,200}+\d)"
+_SIGN = rf"\\?[\"']?(=|[ ]{{1,8}}+=[ ]{{1,8}}+{_NO_PROSE}|:[ ]{_NO_PROSE}|:(?=\\?[\"'])|>(?=[^\s<>]{{4,200}}+</))"
 _NAME = r"([A-Za-z][\w.-]{0,120}+)"
 _VARIABLE = r"(?=[A-Z][A-Z\d]{0,40}+_[A-Z\d_]{1,60}+ )"
-_WORDS = rf"(?<=[\"'])[^\s\"'\\]{{1,3}} [^\"'\\\n]{{1,{_MOST_CHARS}}}+"
+_WORDS = rf"(?<=[\"'])(?=[^\d\"'\\\n]{{0,100}}+\d){_RUN}[^\"'\\\n]{{5,{_MOST_CHARS}}}+"
 _VALUE = rf"(?=(\\?[\"'])?((?![$({{\"'\\]|~/|<[^>\n]{{0,80}}+>)(?:{_RUN}{{4,{_MOST_CHARS}}}+|{_WORDS})))"
 """A value, which may be quoted. One that the shell looks up is none, and neither is a placeholder such as <password>."""
 
@@ -87,8 +94,8 @@ def _assignment(cores: tuple[str, ...]) -> re.Pattern[str]:
     Args:
         cores: Words of which the name contains one; any name if there are none.
     """
-    words = ("".join(f"[{letter}{letter.upper()}]" for letter in word) for word in cores)
-    core = rf"(?=[\w.-]{{0,120}}?(?:{'|'.join(words)}))" if cores else ""
+    letters = re.sub("[a-z]", lambda letter: f"[{letter[0]}{letter[0].upper()}]", one_of(cores))
+    core = rf"(?=[\w.-]{{0,120}}?(?:{letters}))" if cores else ""
     assigned = rf"-{{0,2}}(?={_NAME}{_SIGN}){core}\1\\?[\"']?\2{_VALUE}"
     flag = rf"(?:--(?!secrets? )|{_VARIABLE})(?={_NAME} ){core}\5 {{1,8}}+(?!-){_VALUE}"
     return re.compile(rf"(?<![\w$/.-])(?:{assigned}|{flag})")
@@ -108,8 +115,8 @@ def secrets_in(text: str, key: str = "") -> Iterator[tuple[int, int]]:
         key: Dotted key of the text.
     """
     lower = text.lower()
-    for words, pattern in SHAPES:
-        if not words or any(word in lower for word in words):
+    for word, pattern in SHAPES:
+        if word in lower:
             for match in pattern.finditer(text):
                 if match.lastindex:
                     yield match.span(match.lastindex)

@@ -7,7 +7,8 @@ import json
 import os
 import re
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cache
 from itertools import accumulate, chain
 from urllib.parse import quote, quote_plus
 
@@ -82,13 +83,14 @@ def mask_part(text: str, begin: int, until: int, is_open: bool = False) -> tuple
         is_open: Whether the text before the part has been shown with *** at its end, which a secret that goes on does not need again.
     """
     pieces, end = [], begin
+    has_colours = "\x1b" in text
     for first, last in sorted(_secrets(text)):
         if last <= end or first >= until:
             continue
         if first >= end or (end == begin and not is_open):
             pieces += [text[end : max(first, end)], MASK]
         last = min(last, until)
-        pieces += _COLOUR.findall(text, max(first, end), last)
+        pieces += _COLOUR.findall(text, max(first, end), last) if has_colours else []
         end = last
         is_open = False
     return "".join([*pieces, text[end:until]]), end == until > begin
@@ -112,12 +114,21 @@ def _places(text: str) -> Iterator[tuple[int, int]]:
 
 def _without_colours(text: str) -> tuple[str, Callable[[int], int]]:
     """Return a text without its colours, and a function that returns the place in the text of a character that is no part of a colour."""
-    colours = [match.span() for match in _COLOUR.finditer(text)] if "\x1b" in text else []
-    if not colours:
+    if "\x1b" not in text:
         return text, lambda place: place
-    lengths = [0, *accumulate(end - begin for begin, end in colours)]
-    places = [begin - before for (begin, _), before in zip(colours, lengths, strict=False)]
-    return _COLOUR.sub("", text), lambda place: place + lengths[bisect_right(places, place)]
+
+    @cache
+    def colours() -> tuple[Sequence[int], Sequence[int]]:
+        """Return the places of the colours in the text without them, and their total length up to each place."""
+        spans = [match.span() for match in _COLOUR.finditer(text)]
+        lengths = [0, *accumulate(end - begin for begin, end in spans)]
+        return [begin - before for (begin, _), before in zip(spans, lengths, strict=False)], lengths
+
+    def place_in_text(place: int) -> int:
+        places, lengths = colours()
+        return place + lengths[bisect_right(places, place)]
+
+    return _COLOUR.sub("", text), place_in_text
 
 
 def masked(tree: object) -> object:

@@ -30,6 +30,7 @@ from undula.elastic.ray.gpus import refuse_unseen_gpus, reserved_device
 from undula.elastic.sockets import cut_connections, cut_sockets, listening_ports
 from undula.elastic.waits import present_wait
 from undula.errors import ClusterError
+from undula.masking.output import mask_output
 from undula.recovery.leavers import Common
 from undula.recovery.offers import Described, Offer, described
 from undula.recovery.part_server import PartAddress, PartServer
@@ -111,6 +112,7 @@ class ElasticWorker(RayTrainWorker):
     """Server of the state that this process holds while it is in no group; None until a rank of the next group asks for parts."""
 
     def __init__(self) -> None:
+        mask_output()  # before this process loads the train function, whose modules and script may print
         super().__init__()  # type: ignore[no-untyped-call]
         self._state = worker_state()
         if (threads := os.environ.get("OMP_NUM_THREADS", "")).isdecimal():
