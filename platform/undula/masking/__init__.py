@@ -1,2 +1,3 @@
 """Masking of secrets in every text that leaves a process: `values` has those that the user has declared, and the one function `mask`;
-`shapes` has the tables of names and forms that give other secrets away; `output` masks what a process prints."""
+`names`, `tokens` and `shapes` have the tables of what gives other secrets away; `output` masks what a process prints, and `exceptions` what
+it raises."""

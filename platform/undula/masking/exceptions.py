@@ -75,9 +75,7 @@ def _masked_container(value: Any, depth: int) -> Any:
     if all(one is other for one, other in zip(items, shown, strict=True)):
         return value
     if isinstance(value, tuple):
-        with suppress(Exception):  # a subclass may have arguments of its own
-            return value._make(shown) if hasattr(value, "_make") else type(value)(shown)
-        return tuple(shown)
+        return tuple.__new__(type(value), shown)  # a subclass, such as a named tuple, may have arguments of its own
     if isinstance(value, frozenset):
         return frozenset(shown)
     masked = copy.copy(value)  # has what a subclass adds, such as the function of a defaultdict

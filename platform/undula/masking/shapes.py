@@ -77,11 +77,14 @@ _MOST_CHARS = 200
 _MOST_NESTED = 2
 """Maximum number of assignments in a value, such as `key=password=...`, that are looked at."""
 _RUN = r"[^\s\"'`,;&)}\]\\]"
+"""Character of a value that is not quoted."""
 _NO_PROSE = r"(?=\\?[\"']|[^\s\d]{0,200}+\d)"
+"""A quote, or a digit in the next word: around such a sign words may stand."""
 _SIGN = rf"\\?[\"']?(=|[ ]{{1,8}}+=[ ]{{1,8}}+{_NO_PROSE}|:[ ]{_NO_PROSE}|:(?=\\?[\"'])|>(?=[^\s<>]{{4,200}}+</))"
 _NAME = r"([A-Za-z][\w.-]{0,120}+)"
 _VARIABLE = r"(?=[A-Z][A-Z\d]{0,40}+_[A-Z\d_]{1,60}+ )"
 _WORDS = rf"(?<=[\"'])(?=[^\d\"'\\\n]{{0,100}}+\d){_RUN}[^\"'\\\n]{{5,{_MOST_CHARS}}}+"
+"""A value with blanks or commas, in quotes."""
 _VALUE = rf"(?=(\\?[\"'])?((?![$({{\"'\\]|~/|<[^>\n]{{0,80}}+>)(?:{_RUN}{{4,{_MOST_CHARS}}}+|{_WORDS})))"
 """A value, which may be quoted. One that the shell looks up is none, and neither is a placeholder such as <password>."""
 

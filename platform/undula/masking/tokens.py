@@ -1,5 +1,5 @@
-"""Tokens of services that their form gives away. The sources are facts about the formats: a vendor's documentation, or a rule of gitleaks
-(config/gitleaks.toml, MIT) or of detect-secrets (plugins, Apache-2.0) by its name."""
+"""Tokens of services that their form gives away. The sources are facts about the forms: a rule of gitleaks (config/gitleaks.toml, MIT) or of
+detect-secrets (plugins, Apache-2.0) by its name, a standard, or public code that has or checks such tokens."""
 
 import re
 from collections.abc import Iterable
@@ -19,27 +19,27 @@ class Token(NamedTuple):
 TOKENS = (
     Token("1Password", (r"ops_eyJ[\w+/=-]{16,}",), "gitleaks 1password-service-account-token"),
     Token("age", (r"AGE-SECRET-KEY-1[A-Z\d]{40,}",), "gitleaks age-secret-key"),
-    Token("AWS", (r"A[KS]IA[\w-]{12,}",), "docs.aws.amazon.com: IAM, unique identifiers"),
+    Token("AWS", (r"A[KS]IA[\w-]{12,}",), "gitleaks aws-access-token"),
     Token("AWS Bedrock", (r"ABSK[A-Za-z\d+/=]{40,}", r"bedrock-api-key-[\w+/=-]{16,}"), "gitleaks aws-amazon-bedrock-api-key-*"),
     Token("Databricks", (r"dapi[\da-f]{32}(?:-\d+)?",), "gitleaks databricks-api-token"),
     Token("DigitalOcean", (r"do[opr]_v1_[\da-f]{32,}",), "gitleaks digitalocean-*"),
     Token("Discord", tuple(rf"{first}[\w-]{{23,25}}\.[\w-]{{6}}\.[\w-]{{27,38}}" for first in "MNO"), "detect-secrets discord"),
-    Token("Docker Hub", (r"dckr_(?:pat|oat)_[\w-]{20,}",), "docs.docker.com: access tokens"),
+    Token("Docker Hub", (r"dckr_(?:pat|oat)_[\w-]{20,}",), "public code"),
     Token("Doppler", (r"dp\.(?:pt|st|ct|sa|scim|audit)\.[\w.-]{32,}",), "gitleaks doppler-api-token"),
     Token("Fly", (r"fo1_[\w-]{40,}", r"fm[12][ar]?_[A-Za-z\d+/=]{60,}"), "gitleaks flyio-access-token"),
     Token("GitHub", (r"gh[pousr]_[A-Za-z\d]{16,}", r"github_pat_\w{16,}"), "gitleaks github-*"),
     Token("GitLab", (r"gl(?:agent|cbt|dt|ffct|ft|imt|oas|pat|ptt|rt|soat)-[\w-]{16,}",), "gitleaks gitlab-*"),
-    Token("Google", (r"AIza[\w-]{12,}", r"ya29\.[\w-]{16,}", r"GOCSPX-[\w-]{20,}"), "gitleaks gcp-api-key; Google: OAuth 2.0"),
+    Token("Google", (r"AIza[\w-]{12,}", r"ya29\.[\w-]{16,}", r"GOCSPX-[\w-]{20,}"), "gitleaks gcp-api-key; public code"),
     Token("Grafana", (r"glsa_[A-Za-z\d]{32}_[\dA-Fa-f]{8}", r"glc_[A-Za-z\d+/=]{32,}"), "gitleaks grafana-*"),
-    Token("Groq", (r"gsk_[A-Za-z\d]{16,}",), "console.groq.com: keys"),
+    Token("Groq", (r"gsk_[A-Za-z\d]{16,}",), "public code"),
     Token("Heroku", (r"HRKU-[\w-]{36,}",), "gitleaks heroku-api-key-v2"),
     Token("Hugging Face", (r"hf_[A-Za-z\d]{16,}", r"hf_oauth_[\w.-]{16,}", r"api_org_[A-Za-z]{30,}"), "gitleaks huggingface-*"),
     Token("JWT", (r"eyJ(?<!-eyJ)[\w-]{8,}+\.[\w-]{8,}+\.[\w-]*+",), "RFC 7519; a header in JSON begins so in base64"),
-    Token("LangSmith", (r"lsv2_(?:pt|sk)_[\da-f_]{32,}",), "docs.smith.langchain.com: API keys"),
+    Token("LangSmith", (r"lsv2_(?:pt|sk)_[\da-f_]{32,}",), "public code"),
     Token("Linear", (r"lin_(?:api|oauth)_[A-Za-z\d]{32,}",), "gitleaks linear-api-key"),
     Token("Notion", (r"ntn_[A-Za-z\d]{40,}",), "gitleaks notion-api-token"),
     Token("npm", (r"npm_[A-Za-z\d]{16,}",), "gitleaks npm-access-token"),
-    Token("NVIDIA", (r"nvapi-[\w-]{16,}",), "docs.nvidia.com: NGC, API keys"),
+    Token("NVIDIA", (r"nvapi-[\w-]{16,}",), "public code"),
     Token("OpenAI, Anthropic and others", (r"sk-(?=[A-Za-z_-]{0,48}+\d)[\w-]{16,}",), "gitleaks openai-api-key, anthropic-*"),
     Token("OpenShift", (r"sha256~[\w-]{43}(?![\w-])",), "gitleaks openshift-user-token"),
     Token("Perplexity", (r"pplx-[A-Za-z\d]{32,}",), "gitleaks perplexity-api-key"),
@@ -48,9 +48,9 @@ TOKENS = (
     Token("Prefect", (r"pn[ub]_[A-Za-z\d]{36}",), "gitleaks prefect-api-token"),
     Token("Pulumi", (r"pul-[\da-f]{40}",), "gitleaks pulumi-api-token"),
     Token("PyPI", (r"pypi-[\w-]{16,}",), "gitleaks pypi-upload-token"),
-    Token("Replicate", (r"r8_[A-Za-z\d]{32,}",), "replicate.com/docs: API tokens have 40 characters"),
+    Token("Replicate", (r"r8_[A-Za-z\d]{32,}",), "public code"),
     Token("RubyGems", (r"rubygems_[\da-f]{48}",), "gitleaks rubygems-api-token"),
-    Token("RunPod", (r"rpa_[A-Z\d]{32,}",), "docs.runpod.io: API keys"),
+    Token("RunPod", (r"rpa_[A-Z\d]{32}\w*",), "public code"),
     Token("SendGrid", (r"SG\.[\w-]{16,32}\.[\w-]{32,}",), "detect-secrets sendgrid; gitleaks sendgrid-api-token"),
     Token("Sentry", (r"sntry[su]_[\w+/=]{40,}",), "gitleaks sentry-org-token, sentry-user-token"),
     Token("Shopify", (r"shp(?:at|ca|pa|ss)_[\da-fA-F]{32}",), "gitleaks shopify-*"),
@@ -58,13 +58,13 @@ TOKENS = (
     Token(
         "Stripe",
         (r"sk_(?:live|test|prod)_[A-Za-z\d]{10,}", r"rk_(?:live|test|prod)_[A-Za-z\d]{10,}", r"whsec_[A-Za-z\d+/=]{24,}"),
-        "gitleaks stripe-access-token; docs.stripe.com: webhooks",
+        "gitleaks stripe-access-token; public code",
     ),
-    Token("Tavily", (r"tvly-[\w-]{20,}",), "docs.tavily.com: API keys"),
+    Token("Tavily", (r"tvly-[\w-]{20,}",), "public code"),
     Token("Twilio", (r"SK[\da-f]{32}",), "gitleaks twilio-api-key; detect-secrets twilio"),
     Token("Vault", (r"hv[sb]\.[\w-]{24,}",), "gitleaks vault-service-token, vault-batch-token"),
-    Token("Weights & Biases", (r"wandb_v\d_\w{20,}",), "docs.wandb.ai: API keys; those without a prefix are known by names only"),
-    Token("xAI", (r"xai-[A-Za-z\d]{40,}",), "docs.x.ai: API keys"),
+    Token("Weights & Biases", (r"wandb_v\d_\w{20,}",), "public code; keys without a prefix are known by names only"),
+    Token("xAI", (r"xai-[A-Za-z\d]{40,}",), "public code"),
 )  # fmt: skip
 
 
