@@ -1,5 +1,5 @@
-"""Tokens of services that their form gives away. The sources are facts about the forms: a rule of gitleaks (config/gitleaks.toml, MIT) or of
-detect-secrets (plugins, Apache-2.0) by its name, a standard, or public code that has or checks such tokens."""
+"""Tokens of services that their form gives away. The sources are facts about the forms: a rule of gitleaks (config/gitleaks.toml, MIT) or
+of detect-secrets (plugins, Apache-2.0) by its name, a standard, or public code that has or checks such tokens."""
 
 import re
 from collections.abc import Iterable
