@@ -36,6 +36,7 @@ from feature_scripts import (
     on_tokens,
     overflowing,
     sgd,
+    swap_in_and_out,
     two_layers,
     with_dropout,
     with_own_average,
@@ -155,6 +156,7 @@ FEATURES: dict[str, Feature] = {
     "random numbers": Feature(Loop(loss=with_random_numbers, between=lambda: float(drawn()))),
     "named means": Feature(Loop(validate=named_means), plan={"micro_batch": 2, "global_batch": 20, "epochs": 3}),
     "clamped": Feature(Loop(change=clamp)),
+    "swapped weights": Feature(Loop(change=swap_in_and_out), like="plain"),
     "contrastive": Feature(Loop(loss=contrastive), plan=SHORT),
     "distilled": Feature(Loop(Blocks, adamw, distilled), plan={"global_batch": 48, "virtual_workers": 6, "epochs": 6}),
     "short last step": Feature(plan={"global_batch": 20, "epochs": 3}),
@@ -194,7 +196,8 @@ FEATURES |= {
         *((1, "noise scale"), (2, "noise scale, uneven micro-batches"), (3, "noise scale, uneven micro-batches")),
         *((stage, "experts, heads and skipped blocks") for stage in (1, 2, 3)),
         *((2, "rule noise_scale"), (3, "rule adascale"), (1, "compressed"), (2, "compressed"), (3, "compressed")),
-        *((stage, name) for stage in (1, 2, 3) for name in ("an average in the state of the script", "clamped")),
+        *((stage, "an average in the state of the script") for stage in (1, 2, 3)),
+        *((stage, name) for stage in (1, 3) for name in ("clamped", "swapped weights")),
     )
 }
 FEATURES |= {

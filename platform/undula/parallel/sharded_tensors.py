@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
+from weakref import ref
 
 import torch
 from torch import Tensor
@@ -21,7 +22,7 @@ def adapt_sharded_tensors() -> None:
     `torch.nn.utils.clip_grad_norm_` takes, are put together in an order that depends on the number of workers. An assignment to
     `data` of a sharded tensor leaves the shard as it is.
     """
-    DTensor.data = property(Tensor.data.__get__, _set_data)  # type: ignore[assignment, attr-defined]
+    DTensor.data = property(_data, _set_data)  # type: ignore[assignment]
     dispatcher: Any = DTensor._op_dispatcher
     handlers = dispatcher._custom_op_handlers
     handlers[torch.ops.aten._local_scalar_dense.default] = _number
@@ -30,18 +31,38 @@ def adapt_sharded_tensors() -> None:
     handlers[torch.ops.aten._foreach_norm.Scalar] = _norms
 
 
+def _data(sharded: DTensor) -> Tensor:
+    found: Any = Tensor.data.__get__(sharded)  # type: ignore[attr-defined]
+    given = [each for each in getattr(sharded, "_undula_given", ()) if each() is not None]
+    sharded._undula_given, found._undula_of = [*given, ref(found)], ref(sharded)  # type: ignore[attr-defined]
+    return found  # type: ignore[no-any-return]
+
+
 def _set_data(sharded: DTensor, value: Tensor) -> None:
-    """Copy a tensor, sharded or whole, into a sharded one. All ranks must call this."""
+    """Copy a tensor, sharded or whole, into a sharded one. All ranks must call this.
+
+    What `data` was before keeps its values, as where a script puts an average of the weights into the model and then the weights back.
+    """
     if value.shape != sharded.shape or value.dtype != sharded.dtype:
         raise UsageError(
             f"the script assigned {_text(value)} to the data of a sharded tensor, which has {_text(sharded)}; assign a tensor of the same "
             "dtype and shape"
         )
+    if (owner := getattr(value, "_undula_of", lambda: sharded)()) is not None and owner is not sharded:
+        raise UsageError(
+            "the script assigned the data of one sharded parameter to another one, but shards share no memory; assign data.clone(), or tie "
+            "the weights before run.model() by giving both modules the same parameter"
+        )
     with torch.no_grad():
-        if isinstance(value, DTensor):
-            sharded.copy_(value)
+        new = value.clone()
+        for each in getattr(sharded, "_undula_given", ()):
+            if (given := each()) is not None:
+                given._local_tensor = given._local_tensor.clone()
+        sharded._undula_given = []  # type: ignore[attr-defined]
+        if isinstance(new, DTensor):
+            sharded.copy_(new)
         else:
-            copy_overlap(whole_box(tuple(value.shape)), value.detach(), piece_of(sharded))
+            copy_overlap(whole_box(tuple(new.shape)), new, piece_of(sharded))
 
 
 def _text(tensor: Tensor) -> str:

@@ -63,7 +63,21 @@ def problem_of_sharding(module: nn.Module, spec: ShardingSpec) -> str | None:
                 f"{key} cannot shard the parameter {name!r}, whose memory is not contiguous, as after model.to(memory_format="
                 "torch.channels_last); remove that call, or set sharding.stage=0"
             )
+    if problem := _problem_of_shared_memory(module, key):
+        return problem
     return _problem_of_shared_weights(module, units, key) or problem_of_dtypes(module, units, key)
+
+
+def _problem_of_shared_memory(module: nn.Module, key: str) -> str | None:
+    first: dict[tuple[torch.device, int], str] = {}
+    for name, parameter in module.named_parameters():
+        other = first.setdefault((parameter.device, parameter.data_ptr()), name) if not parameter.is_meta else name
+        if other != name:
+            return (
+                f"{key} cannot shard the parameters {other!r} and {name!r}, which share memory, as after `data = other.data`; make both "
+                "one parameter, or set sharding.stage=0"
+            )
+    return None
 
 
 def _problem_of_shared_weights(module: nn.Module, units: Mapping[str, nn.Module], key: str) -> str | None:

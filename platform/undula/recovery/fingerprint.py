@@ -109,18 +109,24 @@ def _parts(tensor: Tensor) -> Iterator[Tensor]:
     elif tensor.layout == torch.sparse_coo:
         whole = tensor.detach().coalesce()
         yield from (whole.indices(), whole.values())
+    elif tensor.layout != torch.strided:
+        yield tensor.detach().values()  # its indices change only with them in practice
     else:
         yield tensor.detach()
 
 
 def _is_dense(tensor: Tensor) -> bool:
+    """Return whether the elements of a tensor are those in its memory, without gaps."""
+    if tensor.is_conj() or tensor.is_neg():
+        return False
     return tensor.is_contiguous() or tuple(tensor.stride()) == dense_strides(tensor)
 
 
 def _bytes_of(tensor: Tensor) -> Tensor:
     """Return the bytes of a tensor in one dimension, in the order of its memory if that has no gaps."""
-    flat = tensor.as_strided((tensor.numel(),), (1,)) if _is_dense(tensor) else tensor.reshape(-1)
-    return flat.view(torch.uint8)
+    if _is_dense(tensor):
+        return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
+    return tensor.resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)
 
 
 def _buckets(flats: Sequence[Tensor]) -> list[list[Tensor]]:

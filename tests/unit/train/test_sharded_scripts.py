@@ -120,6 +120,15 @@ def change_gathered(model: Any, step: Step) -> None:
         model.first.weight.mul_(0.5)
 
 
+def assign_gathered(model: Any, step: Step) -> None:
+    model.unshard()
+    model.first.weight.data = model.first.weight.data * 0.5
+
+
+def tie(model: Any) -> None:
+    model.blocks[0][0].bias.data = model.blocks[1][0].bias.data
+
+
 RIGHT: dict[str, Script] = {
     "a block is frozen for a step, and another one is skipped afterwards": Script(began=freeze_and_skip),
     "samples before the update": Script(reduced=generate),
@@ -163,6 +172,15 @@ REFUSED: dict[str, tuple[Script, str]] = {
     "whole weights in the loss": (
         Script(penalty=lambda model: model.blocks[0][0].weight.full_tensor().square().sum()),
         "forward pass, full_tensor(), or compute() of a metric of torchmetrics, but the number of workers decides",
+    ),
+    "an assignment to a gathered weight": (
+        Script(in_batch=assign_gathered),
+        "changed the parameter Linear.weight while it was gathered",
+    ),
+    "weights that share memory": (Script(unplaced=tie), "which share memory, as after `data = other.data`"),
+    "weights that are to share memory": (
+        Script(placed=tie),
+        "assigned the data of one sharded parameter to another one",
     ),
     "a change of a gathered weight": (
         Script(in_batch=change_gathered),

@@ -97,8 +97,8 @@ class ShardedAccumulator(Accumulator):
             parameter.register_hook(self._present_pass.refuse)  # type: ignore[no-untyped-call]
             for parameter in self.parameters
         ]
-        self._whole: dict[Tensor, tuple[nn.Parameter, int]] = {}
-        """Sharded parameter of each whole one, and the number of changes that torch has counted of the whole one."""
+        self._whole: dict[Tensor, tuple[nn.Parameter, tuple[int, int]]] = {}
+        """Sharded parameter of each whole one, and the memory of the whole one with the number of changes that torch has counted of it."""
         for number, unit in enumerate(self._units):
             FSDPModule.set_custom_reduce_scatter(unit.module, unit.sum)  # type: ignore[arg-type]
             if layout.num_cells == 1:
@@ -189,7 +189,7 @@ class ShardedAccumulator(Accumulator):
             UsageError: The script has changed one.
         """
         for whole, (parameter, version) in self._whole.items():
-            if whole._version != version:
+            if _state_of(whole) != version:
                 names = {
                     place: f"{type(layer).__name__.removeprefix('FSDP')}.{name}"
                     for unit in self._units
@@ -294,7 +294,7 @@ class ShardedAccumulator(Accumulator):
             if whole is None or whole is parameter or whole in self._whole:
                 continue
             if whole.requires_grad:
-                self._whole[whole] = parameter, whole._version
+                self._whole[whole] = parameter, _state_of(whole)
                 computed = partial(self._computed, parameter)
                 self._hooks.append(whole.register_post_accumulate_grad_hook(computed))  # type: ignore[no-untyped-call]
 
@@ -343,3 +343,8 @@ def _pass_of(is_sending: bool, is_last: bool) -> Pass:
     if is_sending:
         return "last sending" if is_last else "sending"
     return "last backward" if is_last else "backward"
+
+
+def _state_of(whole: Tensor) -> tuple[int, int]:
+    """Return the memory of a tensor, which an assignment to `data` replaces, and the number of changes that torch has counted of it."""
+    return whole.untyped_storage()._cdata, whole._version
