@@ -9,10 +9,11 @@ import pytest
 import torch
 from adapters_kit import columns, job_of_script, renamed, store_of, train_group, train_here
 from tiny_lm import Sequences, tiny_gpt
-from transformers import EarlyStoppingCallback, TrainerCallback, default_data_collator
+from transformers import DefaultDataCollator, EarlyStoppingCallback, TrainerCallback, default_data_collator
 from transformers_kit import Trained, arguments, train_in_groups
 
 from undula.adapters.transformers import Trainer
+from undula.errors import UndulaError
 from undula.state.events import EndEvent, ValidationEvent, WarningEvent
 from undula.state.ledger import events_of, read_ledger
 from undula.train.job import Job
@@ -131,3 +132,15 @@ def test_a_trainer_of_hugging_face_has_nothing_to_tell(tmp_path: Path) -> None:
     args = arguments(tmp_path / "out", max_steps=4, eval_steps=2, save_strategy="no", logging_steps=1)
     found = events_of(read_ledger(store_of(train_here(Trained(Trainer, args), tmp_path))).events, WarningEvent)
     assert not any(each.code == "state_beside_model" for each in found)
+
+
+def test_a_collator_with_a_seed_of_its_own_is_refused(tmp_path: Path) -> None:
+    collator = DefaultDataCollator()
+    collator.seed = 42  # as of DataCollatorForLanguageModeling, which would need a tokenizer
+
+    def main() -> None:
+        args = arguments(tmp_path / "out", eval_strategy="no")
+        Trainer(tiny_gpt(), args, collator, Sequences(9)).train()
+
+    with pytest.raises(UndulaError, match=r"^the DefaultDataCollator has seed=42, with which each worker draws"):
+        job_of_script(main, tmp_path)

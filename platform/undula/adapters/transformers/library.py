@@ -112,12 +112,17 @@ def refuse_overrides(kind: type, mixin: type) -> None:
         refuse_number_of_workers(getattr(kind, method), "self.accelerator.num_processes")
 
 
-def check_datasets(training: Any, evaluation: Any) -> None:
-    """Check that a run can use the datasets of a Trainer.
+def check_data(training: Any, evaluation: Any, collator: Any) -> None:
+    """Check that a run can use the datasets of a Trainer and its data collator.
 
     Raises:
         UndulaError: It cannot use one of them.
     """
+    if type(collator).__module__.startswith("transformers.") and getattr(collator, "seed", None) is not None:
+        raise SpecError(
+            f"the {type(collator).__name__} has seed={collator.seed}, with which each worker draws numbers of its own; remove seed, since "
+            "the run seeds what a collator draws by the step and the sample"
+        )
     loading = "data_collator= and dataloader_num_workers"
     check_indexed(training, "train_dataset= of the Trainer is", loading, "use undula.main")
     several = evaluation if isinstance(evaluation, dict) else {None: evaluation}

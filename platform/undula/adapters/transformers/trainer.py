@@ -32,7 +32,7 @@ from undula.adapters.transformers.library import (
     IN_EVALUATION,
     LogHistory,
     PlannedBatches,
-    check_datasets,
+    check_data,
     evaluated,
     exported_state,
     found_checkpoint,
@@ -162,7 +162,7 @@ class ElasticMixin(_Base):  # type: ignore[misc]
             return
         if self.train_dataset is None:
             raise SpecError("the Trainer has no train_dataset, but a job trains; give it one")
-        check_datasets(self.train_dataset, self.eval_dataset)
+        check_data(self.train_dataset, self.eval_dataset, self.data_collator)
         size = len(self.train_dataset)
         settings = job_settings(self.args, size, here.virtual_workers, self.optimizer) if size else {}
         if here.given.get("sharding.stage"):
