@@ -192,6 +192,20 @@ def test_a_refusal_names_the_line_of_the_script(script: Path) -> None:
     assert done.stderr.rstrip().endswith(f"(job.py:{second})")
 
 
+def test_another_optimizer_than_the_saved_one_is_one_sentence(script: Path) -> None:
+    text = SCRIPT.replace("breakpoint()", "")
+    script.write_text(text.replace("AT_STEP", "step.index == 4 and sys.exit('enough')"))
+    command = str(script.with_suffix(".yaml")), "plan.max_steps=6", "checkpoint.every_steps=1"
+    assert run_here(*command).returncode == 2
+    script.write_text(text.replace("AT_STEP", "pass").replace("SGD", "AdamW"))
+    done = run_here(*command)
+    assert done.returncode == 2, done.stderr
+    (sentence,) = done.stderr.splitlines()
+    assert sentence.startswith(
+        "undula: the run was saved with the optimizer SGD of torch, and run.optimizer() got AdamW"
+    )
+
+
 def test_work_after_the_last_step_that_has_failed_is_done_again(script: Path) -> None:
     def run(after: str) -> "subprocess.CompletedProcess[str]":
         script.write_text(SCRIPT.replace("breakpoint()", "").replace("        AT_STEP", f"    {after}"))

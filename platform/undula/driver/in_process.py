@@ -18,7 +18,7 @@ from undula.config.job import LoadedSpec
 from undula.driver.preflight import Prepared, on_machines
 from undula.driver.record import LaunchSpec
 from undula.driver.training import Place, TrainFunction
-from undula.errors import INTERRUPTED, SpecError, StorageError, UsageError, end_on_sigterm, one_line
+from undula.errors import INTERRUPTED, CheckpointError, SpecError, StorageError, UsageError, end_on_sigterm, one_line
 from undula.parallel.compile import compile_with_own_threads, problem_of_compiler
 from undula.state.events import FailEvent, GroupEvent, StopEvent
 from undula.state.heartbeat import keep_heartbeat
@@ -107,7 +107,7 @@ def _fit(store: Store, publish: _Screen, train: TrainFunction, spec: LaunchSpec)
         place = place_in_script(story)
         with suppress(StorageError):  # which may be the error itself
             events.event(FailEvent(f"{type(error).__name__}: {one_line(error)}" + (f" at {place}" if place else "")))
-        if isinstance(error, UsageError):
+        if isinstance(error, UsageError | CheckpointError):
             raise with_place(error, story) from error
         raise
 

@@ -2,16 +2,18 @@
 
 import re
 import traceback
+from typing import TypeVar
 
 import torch.distributed as dist
 
-from undula.errors import UsageError
+from undula.errors import UndulaError
 from undula.masking.exceptions import mask_error
 from undula.masking.values import mask
 from undula.recovery.worker_state import GroupEndedError
 from undula.train.left_out import note_left_out
 from undula.train.mixed_tensors import note_mixed_tensors
 
+Refusal = TypeVar("Refusal", bound=UndulaError)
 HOROVODS_REFUSALS = re.compile("Mismatched|not been initialized|same name as another")
 """Parts of the messages of Horovod 0.28.1 about mistakes of the script itself (horovod/common/controller.cc, common.h)."""
 _ATTRIBUTE = "undula_traceback"
@@ -48,7 +50,7 @@ def place_in_script(story: str) -> str:
     return f"{own[-1][0].rpartition('/')[2]}:{own[-1][1]}" if own else ""
 
 
-def with_place(error: UsageError, story: str) -> UsageError:
+def with_place(error: Refusal, story: str) -> Refusal:
     """Return an error with the place in the user's code at which it was raised, given its traceback."""
     place = place_in_script(story)
     return type(error)(f"{error} ({place})") if place else error

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 import yaml
 from ray.exceptions import RayTaskError
+from ray.train import WorkerGroupError
 from ray.train.v2._internal.execution.worker_group.worker import ActorMetadata
 from ray.train.v2.api.config import ScalingConfig
 from ray.train.v2.api.exceptions import ControllerError
@@ -33,7 +34,7 @@ from undula.elastic.ray.pool import WorkerPool
 from undula.elastic.ray.pooled_worker import PooledWorker
 from undula.elastic.ray.scaling import PoolPolicy
 from undula.elastic.worker import prepare_worker
-from undula.errors import ClusterError, StorageError
+from undula.errors import CheckpointError, ClusterError, StorageError
 from undula.parallel.spec import GradientSpec
 from undula.plan.plan import PlanSpec
 from undula.plan.schedule import ScheduleSpec
@@ -239,6 +240,8 @@ def test_the_refusal_of_a_start_reaches_the_user_as_it_is() -> None:
     refusal = ClusterError("node 10.0.0.2: install torch")
     assert refusal_of(ControllerError(refusal)) is refusal
     assert refusal_of(ControllerError(ValueError("a bug"))) is None
+    saved = CheckpointError("the run was saved with the optimizer SGD of torch")
+    assert str(refusal_of(WorkerGroupError("reported by Ray", {0: saved}))) == str(saved)
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from ray.train.v2._internal.execution.failure_handling.default import DefaultFai
 from ray.train.v2.api.config import FailureConfig
 from ray.train.v2.api.exceptions import ControllerError, PreemptionError, TrainingFailedError
 
-from undula.errors import StorageError, SupersededError, UndulaError, UsageError
+from undula.errors import CheckpointError, StorageError, SupersededError, UndulaError, UsageError
 from undula.train.mixed_tensors import is_of_mixed_tensors
 from undula.train.tracebacks import is_of_collective, kept_traceback, place_in_script, with_place
 
@@ -111,7 +111,7 @@ def refusal_of(error: BaseException) -> UndulaError | None:
         return error.controller_failure if isinstance(error.controller_failure, UndulaError) else None
     failures = error.worker_failures if isinstance(error, WorkerGroupError) else {}
     for _, failure in sorted(failures.items()):
-        if isinstance(failure, UsageError):
+        if isinstance(failure, UsageError | CheckpointError):
             return with_place(failure, kept_traceback(failure) or "")
     return None
 
