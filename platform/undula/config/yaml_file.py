@@ -208,12 +208,23 @@ def _apply_override(tree: dict[str, Any], origins: dict[str, str], override: str
             raise SpecError(
                 f"{origin}: {key} cannot be set: {'.'.join(parents[: depth + 1])} is {shown!r}, not a mapping"
             )
+    if parents[:1] == ["config"] and leaf not in branch:
+        _refuse_misspelt(key, leaf, branch, origin)
     branch[leaf] = value
     for path in [path for path in origins if path.startswith(f"{key}.")]:
         del origins[path]
     origins[key] = origin
     for path, _ in flatten(value, f"{key}.") if isinstance(value, dict) else []:
         origins[path] = origin
+
+
+def _refuse_misspelt(key: str, leaf: str, branch: Mapping[str, Any], origin: str) -> None:
+    """Refuse an override of a key that the script's section of the file lacks, but that is almost one that it has."""
+    others = [str(each) for each in branch if re.sub(r"\d", "", str(each)) != re.sub(r"\d", "", leaf)]
+    if close := difflib.get_close_matches(leaf, others, n=1, cutoff=0.8):
+        raise SpecError(
+            f"{origin}: unknown key {key}: did you mean {close[0]}? If it is another one, add it to the file"
+        )
 
 
 def _add_setting(tree: dict[str, Any], origins: dict[str, str], key: str, setting: Setting) -> None:

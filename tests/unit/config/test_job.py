@@ -216,6 +216,7 @@ def test_printed_spec_loads_as_the_same_spec(load: Load, file: Path) -> None:
         ("", ("script=job.py",), "command line: unknown key script: give it to the command as the option --script FILE"),
         ("fresh: true\n", (), "job.yaml:4: unknown key fresh: give it to the command as the option --fresh"),
         ("", ("plan.seed",), "command line: 'plan.seed' is not an override; write key.sub=value"),
+        ("config: {width: 64}", ("config.widht=8",), "command line: unknown key config.widht: did you mean width?"),
         ("", ("=1",), "command line: '=1' is not an override; write key.sub=value"),
         ("", ("plan..seed=1",), "command line: 'plan..seed=1' is not an override; write key.sub=value"),
         ("", ("--fresh",), "command line: '--fresh' is not an override; write key.sub=value"),
