@@ -44,7 +44,7 @@ ALLOWED: Mapping[str, Mapping[str, str]] = {
     "torch 2.13": {
         "_amp_foreach_non_finite_check_and_unscale_": "train.open_gradients",
         "_buffers": "parallel.recompute state.model_state testing.records train.beside",
-        "_cdata": "parallel.host_memory parallel.materialize train.dry_run.storages",
+        "_cdata": "parallel.host_memory parallel.materialize parallel.reduce.sharded train.dry_run.storages",
         "_check_input_dim": "parallel.batch_norm",
         "_checkpoint_wrapped_module": "state.model_state",
         "_backward_hooks": "parallel.sharding parallel.engines.sharded",
@@ -59,7 +59,7 @@ ALLOWED: Mapping[str, Mapping[str, str]] = {
         "_get_fsdp_state": "parallel.reduce.unit",
         "_get_sequence_number_for_group": "parallel.collectives",
         "_grouped_mm": "parallel.selective",
-        "_local_tensor": "recovery.fingerprint",
+        "_local_tensor": "parallel.sharded_tensors recovery.fingerprint",
         "_modules": "parallel.parameters",
         "_mp_policy": "parallel.reduce.unit",
         "_nnz": "parallel.reduce.sparse",

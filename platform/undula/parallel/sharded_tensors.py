@@ -7,10 +7,16 @@ from weakref import ref
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
+from torch.utils.weak import WeakIdKeyDictionary
 
 from undula.errors import UsageError
 from undula.state.boxes import whole_box
 from undula.state.pieces import copy_overlap, piece_of
+
+_given: Any = WeakIdKeyDictionary()
+"""References to the tensors that `data` of a sharded one was, which share its memory, by the sharded one."""
+_owners: Any = WeakIdKeyDictionary()
+"""Reference to the sharded tensor whose `data` a tensor was, by that tensor."""
 
 
 def adapt_sharded_tensors() -> None:
@@ -33,8 +39,8 @@ def adapt_sharded_tensors() -> None:
 
 def _data(sharded: DTensor) -> Tensor:
     found: Any = Tensor.data.__get__(sharded)  # type: ignore[attr-defined]
-    given = [each for each in getattr(sharded, "_undula_given", ()) if each() is not None]
-    sharded._undula_given, found._undula_of = [*given, ref(found)], ref(sharded)  # type: ignore[attr-defined]
+    _given[sharded] = [*(each for each in _given.get(sharded, ()) if each() is not None), ref(found)]
+    _owners[found] = ref(sharded)
     return found  # type: ignore[no-any-return]
 
 
@@ -48,17 +54,17 @@ def _set_data(sharded: DTensor, value: Tensor) -> None:
             f"the script assigned {_text(value)} to the data of a sharded tensor, which has {_text(sharded)}; assign a tensor of the same "
             "dtype and shape"
         )
-    if (owner := getattr(value, "_undula_of", lambda: sharded)()) is not None and owner is not sharded:
+    owner = _owners[value]() if value in _owners else None
+    if owner is not None and owner is not sharded:
         raise UsageError(
             "the script assigned the data of one sharded parameter to another one, but shards share no memory; assign data.clone(), or tie "
             "the weights before run.model() by giving both modules the same parameter"
         )
     with torch.no_grad():
         new = value.clone()
-        for each in getattr(sharded, "_undula_given", ()):
+        for each in _given.pop(sharded, ()):
             if (given := each()) is not None:
                 given._local_tensor = given._local_tensor.clone()
-        sharded._undula_given = []  # type: ignore[attr-defined]
         if isinstance(new, DTensor):
             sharded.copy_(new)
         else:
