@@ -44,7 +44,7 @@ ALLOWED: Mapping[str, Mapping[str, str]] = {
     "torch 2.13": {
         "_amp_foreach_non_finite_check_and_unscale_": "train.open_gradients",
         "_buffers": "parallel.recompute state.model_state testing.records train.beside",
-        "_cdata": "parallel.host_memory parallel.materialize parallel.reduce.sharded train.dry_run.storages",
+        "_cdata": "parallel.host_memory parallel.materialize parallel.reduce.sharded parallel.sharding train.dry_run.storages",
         "_check_input_dim": "parallel.batch_norm",
         "_checkpoint_wrapped_module": "state.model_state",
         "_backward_hooks": "parallel.sharding parallel.engines.sharded",

@@ -69,9 +69,13 @@ def problem_of_sharding(module: nn.Module, spec: ShardingSpec) -> str | None:
 
 
 def _problem_of_shared_memory(module: nn.Module, key: str) -> str | None:
-    first: dict[tuple[torch.device, int], str] = {}
+    first: dict[tuple[int, int], str] = {}
     for name, parameter in module.named_parameters():
-        other = first.setdefault((parameter.device, parameter.data_ptr()), name) if not parameter.is_meta else name
+        place = (
+            parameter.untyped_storage()._cdata,
+            parameter.storage_offset(),
+        )  # also of a fake tensor, which has no memory
+        other = first.setdefault(place, name)
         if other != name:
             return (
                 f"{key} cannot shard the parameters {other!r} and {name!r}, which share memory, as after `data = other.data`; make both "
