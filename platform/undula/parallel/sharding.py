@@ -69,7 +69,7 @@ def problem_of_sharding(module: nn.Module, spec: ShardingSpec) -> str | None:
 
 
 def _problem_of_shared_memory(module: nn.Module, key: str) -> str | None:
-    first: dict[tuple[int, int], str] = {}
+    first: dict[tuple[int, Any], str] = {}
     for name, parameter in module.named_parameters():
         place = (
             parameter.untyped_storage()._cdata,
