@@ -24,7 +24,7 @@ from undula.train.metrics import is_metric
 OPAQUE = (torch.optim.Optimizer, LRScheduler, DataLoader, Dataset, FunctionType, MethodType, ModuleType, type)
 """Types of attributes whose tensors are the run's, or no state."""
 LIBRARIES = ("lightning", "pytorch_lightning", "transformers", "accelerate", "trl", "peft", "datasets", "undula")
-"""Packages whose objects have no tensors of the script, besides those that an owner has in its own attributes."""
+"""Packages of libraries. Objects of their classes are not searched, unless they are owners themselves."""
 Random: TypeAlias = torch.Generator | np.random.Generator | random.Random
 WATCHED_STEPS = 3
 """Number of steps whose changes are reported."""

@@ -17,7 +17,7 @@ def mask_error(error: BaseException | None) -> None:
     """Mask the texts of an exception, of those that it follows from and of those in its group, before it leaves this process.
 
     Attributes of objects that are not containers stay, because the script may go on to use such an object. So does the message of an
-    ExceptionGroup, which Python lets nobody change.
+    ExceptionGroup, which is read-only.
     """
     seen: dict[int, BaseException] = {}
     following = [error]

@@ -9,8 +9,8 @@ from undula.state.defaults import FREE_SHARE
 
 @dataclass(frozen=True)
 class Replica:
-    """Snapshot of a rank as it was sent. Its description stays as bytes, because a description of thousands of tensors has so many objects
-    that Python's garbage collector would hold up the process for seconds.
+    """Snapshot of a rank as it was sent. Its description stays in bytes. Parsed, the descriptions of many ranks are so many objects that
+    Python's garbage collector would hold up the process for seconds.
     """
 
     age: Age
@@ -94,7 +94,7 @@ class ReplicaStore:
         Args:
             sender: Name of the rank.
             replica: The replica.
-            senders: Number of ranks that send parts of the state. Before all have come, nobody looks whether the state is complete.
+            senders: Number of ranks that send parts of the state. It is not checked for completeness before all parts are there.
 
         Returns:
             False if a newer state has come in the meantime.

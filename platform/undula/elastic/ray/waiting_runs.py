@@ -79,7 +79,7 @@ class WorkerSharing:
     on_event: EventSink
     _runs: WaitingRuns = field(default_factory=WaitingRuns)
     _most: tuple[int, int] = (0, 0)
-    """Largest number of workers that were ready at a time, and of those that were ready or started."""
+    """Largest number of workers that were ready at one time, and largest number that were either ready or still starting."""
     _grown_at: float = 0.0
     """Time on the monotonic clock at which one of these numbers has grown. That a worker crashes and starts again is no progress."""
     _until: float = 0.0
