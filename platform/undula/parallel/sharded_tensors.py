@@ -14,9 +14,9 @@ from undula.state.boxes import whole_box
 from undula.state.pieces import copy_overlap, piece_of
 
 _given: Any = WeakIdKeyDictionary()
-"""References to the tensors that `data` of a sharded one was, which share its memory, by the sharded one."""
+"""References to the tensors that scripts got as `data` of a sharded one, whose memory they share, by the sharded one."""
 _owners: Any = WeakIdKeyDictionary()
-"""Reference to the sharded tensor whose `data` a tensor was, by that tensor."""
+"""Reference to the sharded tensor from which a script got a tensor as `data`, by that tensor."""
 
 
 def adapt_sharded_tensors() -> None:
@@ -25,8 +25,8 @@ def adapt_sharded_tensors() -> None:
 
     A sum over a sharded tensor is one of the worker's part until something needs the whole, for which `item()` does not ask. Random numbers
     of the shape of a sharded tensor are drawn for each shard by a generator of the same state. Norms of shards, which
-    `torch.nn.utils.clip_grad_norm_` takes, are put together in an order that depends on the number of workers. An assignment to
-    `data` of a sharded tensor leaves the shard as it is.
+    `torch.nn.utils.clip_grad_norm_` takes, are put together in an order that depends on the number of workers. In torch, an
+    assignment to `data` of a sharded tensor leaves the shard as it is.
     """
     DTensor.data = property(_data, _set_data)  # type: ignore[assignment]
     dispatcher: Any = DTensor._op_dispatcher

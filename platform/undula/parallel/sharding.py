@@ -71,11 +71,8 @@ def problem_of_sharding(module: nn.Module, spec: ShardingSpec) -> str | None:
 def _problem_of_shared_memory(module: nn.Module, key: str) -> str | None:
     first: dict[tuple[int, Any], str] = {}
     for name, parameter in module.named_parameters():
-        place = (
-            parameter.untyped_storage()._cdata,
-            parameter.storage_offset(),
-        )  # also of a fake tensor, which has no memory
-        other = first.setdefault(place, name)
+        storage = parameter.untyped_storage()._cdata  # a fake tensor has one, too, but no pointer to its data
+        other = first.setdefault((storage, parameter.storage_offset()), name)
         if other != name:
             return (
                 f"{key} cannot shard the parameters {other!r} and {name!r}, which share memory, as after `data = other.data`; make both "

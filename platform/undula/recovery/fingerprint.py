@@ -110,7 +110,7 @@ def _parts(tensor: Tensor) -> Iterator[Tensor]:
         whole = tensor.detach().coalesce()
         yield from (whole.indices(), whole.values())
     elif tensor.layout != torch.strided:
-        yield tensor.detach().values()  # its indices change only with them in practice
+        yield tensor.detach().values()  # changes of indices alone are not seen
     else:
         yield tensor.detach()
 

@@ -22,7 +22,6 @@ UNDER_WAY = 3
 """Maximum number of requests for parts whose answers a rank may hold at a time."""
 ANSWER_S = 5.0
 """Maximum seconds to wait for the description of what workers hold. The others are left out."""
-
 LOST_S = 60.0
 """Maximum seconds to wait for a worker that has described what it holds. One that is suspended would otherwise hold up the ranks until they
 count as hung."""

@@ -42,12 +42,12 @@ class Move:
 
 @dataclass(frozen=True)
 class Need:
-    """Part that a rank needs of several tensors of a source. It is sent to the source."""
+    """Box that a rank needs of several tensors, and the source that gives it. All ranks learn of it."""
 
     source: int
     box: Box
     names: bytes
-    """Which of all tensors of the state, as `mask_of` packs it."""
+    """The tensors, as `mask_of` packs their names."""
 
     def parts(self, known: Sequence[str]) -> list[tuple[int, Part]]:
         """Return the source and the part for each tensor, given the names of all tensors."""
@@ -56,7 +56,7 @@ class Need:
 
 
 def mask_of(names: Collection[str], known: Sequence[str]) -> bytes:
-    """Return which of all tensors some names are, as compressed bits."""
+    """Return a compressed bit for each known name, which says whether it is one of some names."""
     return zlib.compress(np.packbits([name in names for name in known]).tobytes())
 
 

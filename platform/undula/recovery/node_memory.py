@@ -21,7 +21,6 @@ RESERVED = "data.new"
 """File of a slot that has another size than its data, which it will replace."""
 KEPT_S = 86_400.0
 """Seconds after the last snapshot of an unfinished run until the memory of its snapshots is freed."""
-
 LOCK_S = 10.0
 """Maximum seconds to wait for other processes that reserve memory, which takes them milliseconds."""
 

@@ -62,9 +62,9 @@ class PartServer(ThreadingHTTPServer):
         self.states = states
         self.address = PartAddress(host, self.server_port, token_urlsafe())
         self._waiting: dict[socket.socket, float] = {}
-        """Connections that have not shown the token, with the time until which they can."""
+        """Connections that have not shown the token yet, and the time until which they may."""
         self._begun: set[socket.socket] = set()
-        """Those of which a part of the first request has come."""
+        """The connections among these from which a part of the first request has come."""
         self._is_closed = Event()
         self._thread = Thread(target=self._serve, daemon=True, name="undula-parts")
         self._thread.start()
