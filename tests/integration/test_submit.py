@@ -181,8 +181,8 @@ def test_undula_run_uses_a_running_cluster_and_does_not_stop_it(
 
     # The job API passes on the message and the exit status of a user's mistake.
     process = start_undula_run(
-        UNDULA, mark, text, tmp_path, "name=guest", "plan.max_steps=10", "config.modle=1", env=env
+        UNDULA, mark, text, tmp_path, "name=guest", "plan.max_steps=10", "config.nothing=1", env=env
     )
     out, _ = process.communicate(timeout=300)
     assert process.returncode == 2
-    assert "unknown key config.modle: did you mean model?" in out
+    assert "unknown key config.nothing" in out

@@ -57,8 +57,8 @@ def _set_data(sharded: DTensor, value: Tensor) -> None:
     owner = _owners[value]() if value in _owners else None
     if owner is not None and owner is not sharded:
         raise UsageError(
-            "the script assigned the data of one sharded parameter to another one, but shards share no memory; assign data.clone(), or tie "
-            "the weights before run.model() by giving both modules the same parameter"
+            "the script assigned the data of one sharded parameter to another one, but shards share no memory; assign "
+            "a clone of it, or give both modules the same parameter before run.model()"
         )
     with torch.no_grad():
         new = value.clone()

@@ -4,8 +4,8 @@ import json
 import time
 
 import pytest
+from hard_lines import HARD
 
-from tests.baselines.bench_masking import HARD
 from undula.masking.names import CORES, is_secret
 from undula.masking.tokens import TOKEN, TOKENS
 from undula.masking.values import mask
