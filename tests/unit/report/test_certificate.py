@@ -15,7 +15,7 @@ from undula.data.prepare.write import write_shards
 from undula.data.stored.manifest import Manifest
 from undula.plan.keys import multiset_digest
 from undula.plan.plan import Plan, PlanSpec
-from undula.report.data.certificate import certify, data_of
+from undula.report.data.certificate import agreement, certify, data_of
 from undula.report.data.run_record import JobRecord, RecordedRun
 from undula.state.events import EndEvent, StartEvent, ValidationEvent, WarningEvent
 from undula.state.records import StepRow
@@ -115,10 +115,16 @@ def test_merged_steps_that_do_not_fit_the_world_size_are_named(manifest: Manifes
     assert found.difference.startswith("step 3 has (merged steps, epoch, samples, samples so far) [2, 0,")
 
 
-def test_a_run_that_has_not_begun_differs_from_no_other(manifest: Manifest) -> None:
-    found = certify(run(manifest, rows(manifest, 3)), manifest, against=run(manifest, []))
+def test_a_run_that_has_not_begun_proves_nothing_about_another_one(manifest: Manifest) -> None:
+    begun, not_begun = run(manifest, rows(manifest, 3)), run(manifest, [])
+    assert (
+        certify(begun, manifest, against=not_begun).difference
+        == "run has no committed step, so nothing can be compared with it"
+    )
+    # A comparison of many runs goes on with those that have begun.
+    found = agreement(begun, not_begun)
     assert found.holds
-    assert "that the steps are as in run: that run has no committed step" in found.not_proved
+    assert found.not_proved == ["that the steps are as in run: that run has no committed step"]
 
 
 def test_an_unfinished_run_is_certified_up_to_its_last_step(manifest: Manifest) -> None:

@@ -89,6 +89,8 @@ def certify(run: RecordedRun, data: Data, against: RecordedRun | None = None, to
         _check_samples(run, plan, data, certificate)
         _check_replayed(run, 0.0 if is_exact(run) else tolerance, certificate)
         if against is not None:
+            if not len(against.ledger.steps):
+                raise _DifferenceError(f"{against.job.name} has no committed step, so nothing can be compared with it")
             _check_against(run, against, tolerance, certificate)
     except _DifferenceError as difference:
         certificate.difference = str(difference)
