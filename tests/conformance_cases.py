@@ -257,7 +257,7 @@ def shrink(step: int, model: nn.Module, optimizer: torch.optim.Optimizer) -> Non
 REFUSED: dict[str, tuple[Training, str]] = {
     "parameters that change before the batches": (
         Training(Plain, adamw, on_numbers, shrink),
-        r"the script changed parameters of the model or the state of the optimizer before step\.batches\(\) of step 0",
+        r"a parameter or the state of the optimizer changed in step 0 before step\.update\(\)",
     ),
     "a lazy layer": (
         Training(partial(Lazy, False), adamw, on_numbers),

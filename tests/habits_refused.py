@@ -200,7 +200,7 @@ class Reparametrizes(Habit):
 
 @refused(
     "a second copy of the weights, moved in the forward pass",
-    "a parameter or the state of the optimizer changed between the first batch of a step and",
+    "a parameter or the state of the optimizer changed in step 0 before step.update(): in the forward pass",
 )
 class MovesInForward(Habit):
     def make(self) -> nn.Module:
@@ -274,7 +274,7 @@ class Shares(Habit):
 
 @refused(
     "`optimizer.state[p]` changed before `step.batches()`",
-    "the script changed parameters of the model or the state of the optimizer before step.batches()",
+    "before step.update(): in the forward pass, where a rank would change it once for each of its micro-batches, or before",
 )
 class HalvesBefore(Habit):
     def before_step(self) -> None:

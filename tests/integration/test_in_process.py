@@ -206,6 +206,16 @@ def test_another_optimizer_than_the_saved_one_is_one_sentence(script: Path) -> N
     )
 
 
+def test_epochs_that_end_before_the_steps_that_the_job_asks_for_are_named_first(script: Path) -> None:
+    script.write_text(SCRIPT.replace("breakpoint()", "").replace("AT_STEP", "pass"))
+    done = run_here(str(script.with_suffix(".yaml")), "plan.max_steps=12345", "plan.global_batch=4000")
+    assert done.returncode == 0, done.stderr
+    first, *_, last = done.stdout.split("\nstep ")
+    steps = last.split("/")[1].split()[0]
+    assert f"plan.epochs is 1, so the run ends after {steps} step" in first
+    assert "before the 12,345 of plan.max_steps" in first
+
+
 def test_work_after_the_last_step_that_has_failed_is_done_again(script: Path) -> None:
     def run(after: str) -> "subprocess.CompletedProcess[str]":
         script.write_text(SCRIPT.replace("breakpoint()", "").replace("        AT_STEP", f"    {after}"))

@@ -11,6 +11,8 @@ from undula.driver.preflight import Prepared, prepare
 from undula.driver.record import LaunchSpec, record_job
 from undula.driver.trackers import Tracking, send_rest
 from undula.errors import FAILED
+from undula.plan.plan import Plan
+from undula.report.text import counted
 from undula.state.defaults import default_runs
 from undula.state.directory import FILES, delete_run, held
 from undula.state.events import EndEvent, Event, ValidationEvent
@@ -67,6 +69,7 @@ def train_job(
             _print_unsent(send_rest(trackers, store))
         print(f"{store.url} is finished, so there is nothing to do; give --fresh to delete the run and start over")
         return
+    _print_early_end(prepared.plan)
     with held(store):
         with open_place(loaded, prepared) as place:
             estimate = place.estimate()
@@ -87,6 +90,16 @@ def train_job(
         place.keep(f"{result}\n{failure or ''}")
         if failure:
             raise SystemExit(FAILED)
+
+
+def _print_early_end(plan: Plan) -> None:
+    """Print a line if the epochs end before the steps that the job asks for."""
+    if (wanted := plan.spec.max_steps or 0) > plan.total_steps:
+        steps = counted(plan.total_steps, "step")
+        print(
+            f"plan.epochs is {plan.spec.epochs}, so the run ends after {steps}, before the {wanted:,} of plan.max_steps",
+            flush=True,
+        )
 
 
 def _result(prepared: Prepared, failure: str | None) -> str:

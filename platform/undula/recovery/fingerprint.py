@@ -4,6 +4,7 @@ Counts of changes in place, as torch keeps them, miss what is written by way of 
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import zip_longest
 from typing import TypeAlias
 
 import numpy as np
@@ -12,14 +13,19 @@ from torch import Tensor, nn
 
 from undula.state.pieces import dense_strides
 
-COLUMNS = 16_381
-"""Number of columns over which words are summed up. It is prime, so that rows of a weight that change places are seen."""
+COLUMNS = 4_093
+"""Number of columns in which the words of a whole chunk are added up first. It is prime, so that rows of a weight that change places are
+seen."""
+ROWS = {"cpu": 16}
+"""Number of words of a column in a chunk, by kind of device: on a CPU its cache holds the chunk for the second sum."""
+MOST_ROWS = 1_024
+"""Number of words of a column in a chunk on other devices, which copy the chunk of 32 MiB for the second sum."""
+ALONE_BYTES = {"cpu": 2**12}
+"""Size in bytes from which a tensor is summed up alone, which saves a copy of it, by kind of device."""
+LEAST_ALONE_BYTES = 2**18
+"""Size in bytes from which a tensor is summed up alone on other devices, where each operation takes a while to be launched."""
 BUCKET_BYTES = 2 * 2**20
 """Maximum size of small tensors that are copied to be summed up together."""
-ALONE_BYTES = 2**18
-"""Size in bytes above which a tensor is summed up alone, which saves a copy of it."""
-COPIED_ROWS = 256
-"""Maximum number of rows of a word for each column that are copied at once, 32 MiB."""
 Fingerprint: TypeAlias = dict[torch.device, Tensor]
 """Sums by device: tensors of dtype int64."""
 
@@ -27,9 +33,9 @@ Fingerprint: TypeAlias = dict[torch.device, Tensor]
 class Watched:
     """Tensors whose changes are seen in their fingerprints.
 
-    The bits of a tensor are taken as words of 64 bits, which are added up modulo 2^64 by columns, and then, times an odd factor for each
-    column, to one number. This is done twice, the second time with words that begin 32 bits later: in one sum, two changes of the highest
-    bit, which is the sign of a number, would cancel out. A change is missed only if the changes of all words cancel out in both sums.
+    The bits of a tensor are taken as words of 64 bits, which are multiplied by odd factors and added up modulo 2^64, in chunks. This is
+    done twice, the second time with words that begin 32 bits later: in one sum, two changes of the highest bit, which is the sign of a
+    number, would cancel out. A change is missed only if the changes of all words of a chunk cancel out in both sums.
 
     Args:
         tensors: Callback that returns the tensors. They and their memory may be others in each call. Of a DTensor, the local part counts.
@@ -38,8 +44,10 @@ class Watched:
     def __init__(self, tensors: Callable[[], Iterable[Tensor]]):
         self._tensors = tensors
         self._places: list[tuple[int, int, torch.device]] = []
+        self._chunks: list[Tensor] = []
+        """Words of the large tensors at these places."""
         self._buckets: list[list[Tensor]] = []
-        """Bytes of the tensors at these places, in groups that are added up together."""
+        """Bytes of the small tensors at these places, in groups that are added up together."""
         self._factors: dict[torch.device, Tensor] = {}
 
     def take(self) -> Fingerprint:
@@ -48,42 +56,74 @@ class Watched:
         places = [(tensor.data_ptr(), tensor.nbytes, tensor.device) for tensor in tensors]
         if places != self._places:
             self._places = places if all(map(_is_dense, tensors)) else []  # bytes of the others are copies
-            self._buckets = _buckets([_bytes_of(tensor) for tensor in tensors])
+            flats = [_bytes_of(tensor) for tensor in tensors]
+            self._chunks = [chunk for flat in flats if _is_alone(flat) for chunk in _chunks(flat)]
+            self._buckets = _buckets([flat for flat in flats if not _is_alone(flat)])
         sums: dict[torch.device, list[Tensor]] = {}
+        for chunk in self._chunks:
+            sums.setdefault(chunk.device, []).extend(self._sums(chunk))
         for bucket in self._buckets:
-            flat = bucket[0] if len(bucket) == 1 and bucket[0].data_ptr() % 8 == 0 else torch.cat(bucket)
-            sums.setdefault(flat.device, []).extend(self._sums(flat))
+            for chunk in _chunks(_together(bucket)):
+                sums.setdefault(chunk.device, []).extend(self._sums(chunk))
         return {device: torch.stack(of_device) for device, of_device in sums.items()}
 
     def release(self) -> None:
         """Forget the tensors, which would stay in memory where others take their places."""
-        self._places, self._buckets = [], []
+        self._places, self._chunks, self._buckets = [], [], []
 
-    def _sums(self, flat: Tensor) -> list[Tensor]:
-        """Return the two sums of bytes in one dimension, as scalars."""
-        if flat.device not in self._factors:
+    def _sums(self, chunk: Tensor) -> list[Tensor]:
+        """Return the sum of words times factors, and that of their higher halves unless these are in a chunk of their own."""
+        if chunk.device not in self._factors:
             draws = torch.Generator().manual_seed(0)
-            drawn = torch.randint(2**62, (COLUMNS,), generator=draws, dtype=torch.int64, device="cpu")
-            self._factors[flat.device] = (2 * drawn + 1).to(flat.device)
-        factors, rest = self._factors[flat.device], len(flat) % 8
-        words = flat[: len(flat) - rest].view(torch.int64)
-        end = (flat[len(flat) - rest :].long() * factors[:rest]).sum()
-        return [_sum(words, factors) + end, _sum_of_later_words(flat, words, factors)]
+            drawn = torch.randint(2**62, (_words_of_chunk(chunk),), generator=draws, dtype=torch.int64, device="cpu")
+            self._factors[chunk.device] = (2 * drawn + 1).to(chunk.device)
+        factors = self._factors[chunk.device]
+        if _is_array(chunk):
+            return [_dot(chunk, factors)]
+        return [_dot(chunk, factors), _dot(chunk >> 32, factors)]
 
 
-def _sum(words: Tensor, factors: Tensor, shift: int = 0) -> Tensor:
-    columns, count = torch.zeros_like(factors), len(words) // COLUMNS * COLUMNS
-    for rows in torch.split(words[:count].view(-1, COLUMNS), COPIED_ROWS):
-        columns += (rows >> shift if shift else rows).sum(0)
-    columns[: len(words) - count] += words[count:] >> shift
-    return (columns * factors).sum()
+def _dot(chunk: Tensor, factors: Tensor) -> Tensor:
+    words = chunk.view(-1, COLUMNS).sum(0) if len(chunk) == len(factors) else chunk
+    own = factors[: len(words)]
+    return torch.dot(words, own) if words.device.type == "cpu" else (words * own).sum()
 
 
-def _sum_of_later_words(flat: Tensor, words: Tensor, factors: Tensor) -> Tensor:
-    """Return the sum of words that begin 32 bits after those of some bytes, or of the higher halves of these, which says as much."""
-    if flat.device.type == "cpu" and type(flat) is Tensor and len(words) > 1:  # torch itself has no such view
-        return _sum(torch.from_numpy(flat.numpy()[4 : 8 * len(words) - 4].view(np.int64)), factors)
-    return _sum(words, factors, shift=32)
+def _words_of_chunk(flat: Tensor) -> int:
+    return COLUMNS * ROWS.get(flat.device.type, MOST_ROWS)
+
+
+def _is_alone(flat: Tensor) -> bool:
+    """Return whether bytes are summed up where they are."""
+    if flat.nbytes < ALONE_BYTES.get(flat.device.type, LEAST_ALONE_BYTES):
+        return False
+    return _is_array(flat) or (flat.data_ptr() % 8 == 0 and flat.nbytes % 8 == 0)
+
+
+def _chunks(flat: Tensor) -> list[Tensor]:
+    """Return the words of bytes, and on a CPU also the words that begin 32 bits later, of which other devices have no view."""
+    if not _is_array(flat):
+        return list(torch.split(flat.view(torch.int64), _words_of_chunk(flat)))
+    array, size = flat.numpy(), flat.nbytes
+    views = (
+        array[: size // 8 * 8],
+        array[4 : 4 + (size - 4) // 8 * 8],
+        array[-8:],
+    )  # what no whole word is left for is in the last
+    chunks = [torch.split(torch.from_numpy(view.view(np.int64)), _words_of_chunk(flat)) for view in views]
+    # Those of both sums take turns, so that the second one finds its words in the cache.
+    return [chunk for of_both in zip_longest(*chunks) for chunk in of_both if chunk is not None]
+
+
+def _together(bucket: list[Tensor]) -> Tensor:
+    """Return bytes one after another, and bytes of 0 after them up to the end of a word."""
+    rest = -sum(map(len, bucket)) % 8
+    return torch.cat([*bucket, bucket[0].new_zeros(rest)])
+
+
+def _is_array(tensor: Tensor) -> bool:
+    """Return whether NumPy can read a tensor."""
+    return tensor.device.type == "cpu" and type(tensor) is Tensor
 
 
 def differ(one: Fingerprint, other: Fingerprint) -> Tensor:
@@ -130,14 +170,11 @@ def _bytes_of(tensor: Tensor) -> Tensor:
 
 
 def _buckets(flats: Sequence[Tensor]) -> list[list[Tensor]]:
-    """Return tensors of bytes in groups: large ones alone, and small ones of one device together."""
+    """Return bytes of tensors in groups of one device."""
     buckets: list[list[Tensor]] = []
     open_buckets: dict[torch.device, tuple[int, list[Tensor]]] = {}
     for flat in flats:
         size, bucket = open_buckets.get(flat.device, (BUCKET_BYTES, []))
-        if flat.nbytes > ALONE_BYTES:
-            buckets.append([flat])
-            continue
         if size + flat.nbytes > BUCKET_BYTES:
             size, bucket = 0, []
             buckets.append(bucket)

@@ -61,12 +61,10 @@ class StepBoundary:
         """Request for a checkpoint that was carried out. It stays where it is, because another one may arrive there at any time."""
         self.is_save_asked = self.repeats_body = False
 
-    def begin_batches(self) -> bool:
-        """Begin the batches of a step, and return whether the script has repeated work that the former group had not finished."""
-        is_repeating = self._script_state.owed_since is not None
-        if is_repeating:
+    def begin_batches(self) -> None:
+        """Begin the batches of a step, until when the script may repeat work that the former group had not finished."""
+        if self._script_state.owed_since is not None:
             self.settle(None, LATER)
-        return is_repeating
 
     def reduce(
         self, step: OptimizerStep, measured: StepMeasurement, phases: StepPhases, norm: Tensor, overflows: Tensor
@@ -84,11 +82,11 @@ class StepBoundary:
             UsageError: Parameters changed before the update.
         """
         layout, guard = self._setup.layout, self._model.guard
-        scalars = [norm, overflows, *guard.moved, *measured.losses]
-        grad_norm, has_overflowed, moved, moved_within, *losses = read_scalars(scalars)
-        if self._saver.snapshots and (moved or moved_within):
+        scalars = [norm, overflows, guard.moved, *measured.losses]
+        grad_norm, has_overflowed, moved, *losses = read_scalars(scalars)
+        if self._saver.snapshots and moved:
             self._saver.snapshots.discard()  # the last one may have been taken while parameters changed
-        guard.check_moved(bool(moved), bool(moved_within))
+        guard.check_moved(bool(moved))
         has_overflowed = self._settle(bool(has_overflowed))
         wants = self._wants()
         if self._saver.updates:

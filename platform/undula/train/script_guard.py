@@ -41,9 +41,9 @@ class ScriptGuard:
         """Number of changes in place of each parameter that torch had counted at the first batch."""
         self._collectives = ScriptCollectives(lambda: engine.num_begun)
         self._step = 0
-        self.moved = (torch.tensor(False, device="cpu"),) * 2
-        """Whether parameters changed before the first batch, and whether they changed until the update. They are scalars on the device, so
-        that a GPU need not be waited for; pass their values to `check_moved`."""
+        self.moved = torch.tensor(False, device="cpu")
+        """Whether parameters changed from the boundary to the end of the batches. It is a scalar on the device, so that a GPU need not be
+        waited for; pass its value to `check_moved`."""
 
     def begin_step(self, index: int) -> None:
         """Begin a step, before the script works on it."""
@@ -51,14 +51,8 @@ class ScriptGuard:
         self._optimizers.begin_step(index)
         self._gradients.free_former()
 
-    def begin_batches(self, is_repeating: bool) -> None:
-        """Begin the batches of the step, after the engine.
-
-        Args:
-            is_repeating: Whether the script has repeated work on the former step, for which it may change parameters.
-        """
-        before = torch.tensor(False, device="cpu") if is_repeating else self._baseline.moved()
-        self.moved = before, before
+    def begin_batches(self) -> None:
+        """Begin the batches of the step, after the engine."""
         self._gradients.begin_step(self._step)
         parameters = self._engine.parameters
         # Forward passes of a sharded model replace its parameters by whole ones.
@@ -97,24 +91,26 @@ class ScriptGuard:
             UsageError: Torch has counted a change of a parameter.
         """
         self.end_batch(is_last=True)
-        self.moved = self.moved[0], self._baseline.moved()
+        self.moved = self._baseline.moved()
         if changed := [parameter for parameter, version in self._versions.items() if parameter._version != version]:
             names = {id(parameter): name for name, parameter in self._engine.module.named_parameters()}
-            raise _changed_in_step(f"the parameter {names.get(id(changed[0]), '')!r}")
-
-    def check_moved(self, before: bool, within: bool) -> None:
-        """Raise UsageError if parameters changed before the first batch, or until the update.
-
-        A group that ends in the step hands over parameters that the script has changed before the first batch, and the next group would
-        change them once more.
-        """
-        if before:
             raise UsageError(
-                "the script changed parameters of the model or the state of the optimizer before step.batches() of step "
-                f"{self._step}, where a run that resumes would change them again; do this after step.update() or in after_step"
+                f"the parameter {names.get(id(changed[0]), '')!r} changed between the first batch of a step and step.update(), for example "
+                "in the forward pass, but a rank would change it once for each of its micro-batches; change it after step.update()"
             )
-        if within:
-            raise _changed_in_step("a parameter or the state of the optimizer")
+
+    def check_moved(self, moved: bool) -> None:
+        """Raise UsageError if parameters changed between the boundary and the end of the batches.
+
+        A group that ends in the step hands over what the script has changed before the first batch, and the next group would change it once
+        more.
+        """
+        if moved:
+            raise UsageError(
+                f"a parameter or the state of the optimizer changed in step {self._step} before step.update(): in the forward pass, where "
+                "a rank would change it once for each of its micro-batches, or before step.batches(), where a run that resumes would "
+                "change it again; change it after step.update() or in after_step"
+            )
 
     @contextmanager
     def own_update(self) -> Iterator[None]:
@@ -162,11 +158,4 @@ def check_loss(loss: object, share: float | None, measures_noise: bool) -> None:
     )
     raise UsageError(
         f"step.backward(loss) got {kind}; pass the mean loss over the batch's samples as a tensor with one element"
-    )
-
-
-def _changed_in_step(what: str) -> UsageError:
-    return UsageError(
-        f"{what} changed between the first batch of a step and step.update(), for example in the forward pass, but a rank would change it "
-        "once for each of its micro-batches; change it after step.update()"
     )

@@ -70,9 +70,9 @@ class Step:
         """Begin the batches, unless `load` has done so."""
         if not self._has_begun:
             self._has_begun = True
-            is_repeating = self._boundary.begin_batches()
+            self._boundary.begin_batches()
             self._work = self._batches.begin_step(self.index, None if self._ends_epoch else self._planned.done)
-            self._model.begin_step(self._planned, self._work, is_repeating)
+            self._model.begin_step(self._planned, self._work)
 
     def load(self) -> list[Any]:
         """Read all samples of this rank in the step now, and return its micro-batches, which `batches` then yields.

@@ -82,17 +82,11 @@ class TrainedModel:
         """Return the learning rate of a step."""
         return self._rate.at(step.samples_after, step.samples, step.merged_steps, self._noise.measured)
 
-    def begin_step(self, step: OptimizerStep, work: Sequence[MicroBatch], is_repeating: bool) -> None:
-        """Begin the batches of a step.
-
-        Args:
-            step: The step.
-            work: Micro-batches of this rank.
-            is_repeating: Whether the script has repeated work on the former step, for which it may change parameters.
-        """
+    def begin_step(self, step: OptimizerStep, work: Sequence[MicroBatch]) -> None:
+        """Begin the batches of a step with the micro-batches of this rank."""
         self._buffers.begin_step()
         self.engine.begin_step(work)
-        self.guard.begin_batches(is_repeating)
+        self.guard.begin_batches()
         self._noise.begin_step(step.index, step.merged_steps, self.engine.watch_gradients)
 
     def begin_batch(self, micro_batch: MicroBatch, is_last: bool) -> None:

@@ -33,13 +33,50 @@ def test_a_change_is_seen_in_a_tensor_of_any_layout(name: str) -> None:
     assert differ(before, watched.take())
 
 
-def test_copies_are_small_and_change_no_sum(monkeypatch: pytest.MonkeyPatch) -> None:
-    tensors = [torch.rand(shape) for shape in ((70_000,), (3,), (5, 200), (40_000,))]
+def _flip_signs(tensor: Tensor) -> None:
+    """Change the highest bits of two words in one column."""
+    per_word = 8 // tensor.itemsize
+    tensor[per_word - 1 :: per_word * fingerprint.COLUMNS][:2].neg_()
+
+
+def _swap_rows(tensor: Tensor) -> None:
+    rows = tensor[:40_000].view(100, 400)
+    rows[3], rows[7] = rows[7].clone(), rows[3].clone()
+
+
+CHANGES: dict[str, Callable[[Tensor], object]] = {
+    "the first": lambda tensor: tensor[0].add_(1),
+    "the last": lambda tensor: tensor[-1].add_(1),
+    "nearly all signs": lambda tensor: tensor[:-8].neg_(),
+    "two signs": _flip_signs,
+    "two rows": _swap_rows,
+    "one bit": lambda tensor: tensor[30_001:30_002].view(torch.uint8)[0].bitwise_xor_(1),
+}
+
+
+@pytest.mark.parametrize("size", [50_000, 50_001, 24 * fingerprint.COLUMNS])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("on_cpu", [True, False], ids=["as on a CPU", "as on other devices"])
+def test_changes_of_many_elements_are_seen_in_each_chunk(
+    on_cpu: bool, dtype: torch.dtype, size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fingerprint, "ROWS", {"cpu": 2})
+    if not on_cpu:
+        monkeypatch.setattr(fingerprint, "_is_array", lambda tensor: False)
+    tensor = torch.rand(size, generator=torch.Generator().manual_seed(0)).to(dtype)
+    watched = Watched(lambda: [tensor])
+    for name, change in CHANGES.items():
+        before = watched.take()
+        assert not differ(before, watched.take())
+        change(tensor)
+        assert differ(before, watched.take()), name
+
+
+def test_small_tensors_are_seen_beside_others() -> None:
+    tensors = [torch.zeros(size, dtype=torch.uint8) for size in range(1, 20)]
     watched = Watched(lambda: tensors)
-    alone = [watched._sums(tensor.view(-1).view(torch.uint8)) for tensor in tensors]
-    monkeypatch.setattr(fingerprint, "COPIED_ROWS", 1)
-    assert [watched._sums(tensor.view(-1).view(torch.uint8)) for tensor in tensors] == alone
-    flat = tensors[0].view(torch.uint8)
-    words = flat.view(torch.int64)
-    factors = watched._factors[flat.device]
-    assert fingerprint._sum(words, factors, shift=32) == fingerprint._sum(words >> 32, factors)
+    for tensor in tensors:
+        for place in range(len(tensor)):
+            before = watched.take()
+            tensor[place] += 1
+            assert differ(before, watched.take())
