@@ -198,6 +198,23 @@ class Reparametrizes(Habit):
             parametrizations.weight_norm(self.model[0])
 
 
+@refused("`model.half()`, `model.double()` between two steps", "the parameter '0.weight' was torch.float32 of shape (")
+class Converts(Habit):
+    def after_update(self) -> None:
+        if self.number == 1:
+            self.model.double()
+
+
+@refused(
+    "`p.data = ...` of another shape",
+    "the parameter '0.bias' was torch.float32 of shape (7,) and is torch.float32 of shape (4,)",
+)
+class Shrinks(Habit):
+    def after_update(self) -> None:
+        if self.number == 1:
+            self.model[0].bias.data = self.model[0].bias.data[:4]
+
+
 @refused(
     "a second copy of the weights, moved in the forward pass",
     "a parameter or the state of the optimizer changed in step 0 before step.update(): in the forward pass",

@@ -210,7 +210,11 @@ class StepBoundary:
         Args:
             owed_since: Number of committed steps before those whose validation or `after_step` is still to be done; None if all is done.
             place: Place to which the script has come since the update, of those in `recovery.baseline`.
+
+        Raises:
+            UsageError: A parameter has another dtype or shape than at the beginning.
         """
+        self._model.guard.check_forms()
         self._script_state.capture(owed_since)
         self._model.baseline.take(place)
 

@@ -39,6 +39,7 @@ class ScriptGuard:
         self._relocated = {id(parameter) for part in recurrent for parameter in part.parameters()}
         self._versions: dict[nn.Parameter, int] = {}
         """Number of changes in place of each parameter that torch had counted at the first batch."""
+        self._forms = [_form(parameter) for parameter in engine.parameters]
         self._collectives = ScriptCollectives(lambda: engine.num_begun)
         self._step = 0
         self.moved = torch.tensor(False, device="cpu")
@@ -50,6 +51,17 @@ class ScriptGuard:
         self._step = index
         self._optimizers.begin_step(index)
         self._gradients.free_former()
+
+    def check_forms(self) -> None:
+        """Raise UsageError if a parameter has another dtype or shape than at the beginning, which no resumed run could restore."""
+        for parameter, form in zip(self._engine.parameters, self._forms, strict=True):
+            if _form(parameter) != form:
+                names = {id(each): name for name, each in self._engine.module.named_parameters()}
+                before, now = (f"{dtype} of shape {tuple(shape)}" for dtype, shape in (form, _form(parameter)))
+                raise UsageError(
+                    f"the parameter {names.get(id(parameter), '')!r} was {before} and is {now} after step {self._step}, but a run that "
+                    "resumes makes the model as at the beginning; give it its dtype and its shape before run.model()"
+                )
 
     def begin_batches(self) -> None:
         """Begin the batches of the step, after the engine."""
@@ -140,6 +152,10 @@ class ScriptGuard:
             "compute it from the batch alone, which has all samples of a virtual worker unless plan.micro_batch is smaller, or call "
             "run.gather() or step.total() outside of the loop over step.batches()",
         )
+
+
+def _form(parameter: nn.Parameter) -> tuple[torch.dtype, torch.Size]:
+    return parameter.dtype, parameter.shape
 
 
 def check_loss(loss: object, share: float | None, measures_noise: bool) -> None:

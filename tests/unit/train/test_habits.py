@@ -70,9 +70,10 @@ def test_a_sharded_model_keeps_its_gradients(tmp_path: Path) -> None:
                 REFUSED[row][1],
                 "while it was gathered",
                 "the shape of a sharded",
+                "the data of a sharded tensor",
                 "was called in place of step.backward()",
             )
-            assert any(sentence in rank[row] for sentence in sentences)
+            assert any(sentence in rank[row] for sentence in sentences), rank[row]
         for row in KEPT:
             assert isinstance(rank[row], list), rank[row]
 
