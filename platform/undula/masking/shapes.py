@@ -41,12 +41,6 @@ SHAPES = (
         "private",
         r"(-----BEGIN [A-Z\d ]{0,40}PRIVATE KEY(?: BLOCK)?-----(?:[^-]++|-(?!----END))*+(?:-----END[A-Z\d ]{0,60}+-----)?)",
     ),
-    # A line of such a key, which is printed line by line. A path has more slashes.
-    _shape(
-        "",
-        r"(?<![\w+/=.-])(?=([A-Za-z\d+/]{64}(?:[A-Za-z\d+/]{6})?+)(?![\w+/=.-]))(?!(?:[A-Za-z\d+]*+/){6})",
-        r"(?=(?:[a-z\d+/]*+[A-Z]){8})(?=(?:[A-Z\d+/]*+[a-z]){8})(?=(?:[A-Za-z+/]*+\d){3})",
-    ),
     _shape("hooks.slack", r"hooks\.slack\.com/(\w++/\S++)"),
     _shape("discord", r"discord(?:app)?\.com/api/webhooks/(\S++)"),
     _shape("webhook.office", r"webhook\.office\.com/(\S++)"),
@@ -71,6 +65,13 @@ SHAPES = (
     _shape(":", r":(?<=\d{8}:)([\w-]{35})(?![\w-])"),  # a token of Telegram
     _shape("q~", r"(?<![\w~.-])([\w~.]{3}\dQ~[\w~.-]{31,34})(?![\w~.-])"),  # a secret of Azure AD
 )
+_RUN_OF_KEY = re.compile(r"[A-Za-z\d+/][A-Za-z\d+/]{63}")
+"""Part of a text without which it has no line of a private key. Most texts have none, and this is found out fast."""
+_LINE_OF_KEY = re.compile(
+    r"(?<![\w+/=.-])(?=([A-Za-z\d+/]{64}(?:[A-Za-z\d+/]{6})?+)(?![\w+/=.-]))(?!(?:[A-Za-z\d+]*+/){6})"
+    r"(?=(?:[a-z\d+/]*+[A-Z]){8})(?=(?:[A-Z\d+/]*+[a-z]){8})(?=(?:[A-Za-z+/]*+\d){3})"
+)
+"""A line of a private key, which is printed line by line. A path has more slashes."""
 
 _MOST_CHARS = 200
 """Maximum number of characters of a value by which it is known."""
@@ -118,11 +119,13 @@ def secrets_in(text: str, key: str = "") -> Iterator[tuple[int, int]]:
         key: Dotted key of the text.
     """
     lower = text.lower()
-    for word, pattern in SHAPES:
-        if word in lower:
-            for match in pattern.finditer(text):
-                if match.lastindex:
-                    yield match.span(match.lastindex)
+    patterns = [pattern for word, pattern in SHAPES if word in lower]
+    if _RUN_OF_KEY.search(text):
+        patterns.append(_LINE_OF_KEY)
+    for pattern in patterns:
+        for match in pattern.finditer(text):
+            if match.lastindex:
+                yield match.span(match.lastindex)
     for match in TOKEN.finditer(text):
         yield match.span()
     if key or any(core in lower for core in CORES):
