@@ -205,6 +205,14 @@ class Converts(Habit):
             self.model.double()
 
 
+@refused("`register_buffer` of a sparse tensor", "the buffer 'links' is a sparse_coo tensor")
+class Graph(Habit):
+    def make(self) -> nn.Module:
+        module = network()
+        module.register_buffer("links", torch.eye(3).to_sparse(), persistent=False)
+        return module
+
+
 @refused(
     "`p.data = ...` of another shape",
     "the parameter '0.bias' was torch.float32 of shape (7,) and is torch.float32 of shape (4,)",

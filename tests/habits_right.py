@@ -274,6 +274,27 @@ class SwapsAverages(AveragesInParameters):
         self.model.network.load_state_dict(kept)
 
 
+class WithViews(nn.Module):
+    """Network with buffers that are views to which torch cannot write."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.network = network()
+        turned = torch.polar(torch.ones(4), torch.arange(4.0)).conj()
+        for name, view in {"mask": torch.ones(7).expand(1, 7), "many": torch.ones(1).expand(3), "turn": turned}.items():
+            self.register_buffer(name, view, persistent=False)
+        self.register_buffer("sine", turned.imag, persistent=False)
+
+    def forward(self, x: Tensor) -> Any:
+        return self.network(x) * self.mask.mean() + self.many.mean() + self.turn.real.mean() - self.sine.mean()
+
+
+@right("`register_buffer` of a tensor made by `expand`, `conj` or `imag`")
+class BuffersOfViews(Habit):
+    def make(self) -> nn.Module:
+        return WithViews()
+
+
 class Counting(nn.Module):
     """Network that counts its samples and its steps, and notes which samples it has seen."""
 

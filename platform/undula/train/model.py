@@ -5,6 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from weakref import WeakSet
 
+import torch
 from torch import nn
 from torch.nn.modules.module import register_module_module_registration_hook
 from torch.nn.parallel import DataParallel, DistributedDataParallel
@@ -22,7 +23,7 @@ from undula.plan.plan import Plan
 from undula.recovery.progress import Progress
 from undula.state.events import WarningEvent
 from undula.state.model_state import keep_names
-from undula.state.pieces import is_sharded
+from undula.state.pieces import is_sharded, is_sharded_tensor
 from undula.train.job import Job
 
 _WRAPPERS = (DataParallel, DistributedDataParallel)
@@ -52,12 +53,13 @@ def place_model(module: nn.Module, job: Job, plan: Plan, layout: Layout, make_en
     """Place a module on its device, and change its forward passes as a job's settings say.
 
     Raises:
-        UsageError: A parameter has no shape yet, a layer is of a subclass of SyncBatchNorm, the module is, or contains, one that divides
-            batches or reduces gradients as well, no engine can train it with these settings, or not on this device.
+        UsageError: A parameter has no shape yet, a buffer is sparse, a layer is of a subclass of SyncBatchNorm, the module is, or contains,
+            one that divides batches or reduces gradients as well, no engine can train it with these settings, or not on this device.
     """
     if layout.device.type == "cpu" and (problem := cpu_problem(job.precision.compute)):
         raise UsageError(problem)
     _check_module(module, bool(job.sharding.stage) or is_sharded(module))
+    _give_memory_to_buffers(module)
     keep_names(module)
     replaced = replace_sync_batch_norm(module)
     warnings = (WarningEvent("sync_batch_norm", ", ".join(replaced) or "the model itself"),) if replaced else ()
@@ -93,6 +95,29 @@ def _check_module(module: nn.Module, is_sharded: bool) -> None:
             f"run.model() got a {type(wrapper).__name__} module; pass the module that it wraps, because the run divides the samples and "
             "reduces the gradients"
         )
+
+
+def _give_memory_to_buffers(module: nn.Module) -> None:
+    """Copy buffers that cannot be written to, since elements share their memory or are stored as conjugates or negatives.
+
+    Raises:
+        UsageError: A buffer is sparse.
+    """
+    for path, layer in module.named_modules():
+        for key, buffer in layer._buffers.items():
+            if buffer is None or buffer.is_meta or is_sharded_tensor(buffer):
+                continue
+            if buffer.layout is not torch.strided:
+                name, layout = f"{path}.{key}".removeprefix("."), str(buffer.layout).removeprefix("torch.")
+                raise UsageError(
+                    f"the buffer {name!r} is a {layout} tensor, which cannot be summed up over workers; register its indices and its "
+                    "values as buffers, and make the sparse tensor in forward()"
+                )
+            is_shared = any(
+                stride == 0 and size > 1 for stride, size in zip(buffer.stride(), buffer.shape, strict=True)
+            )
+            if is_shared or buffer.is_conj() or buffer.is_neg():
+                layer._buffers[key] = buffer.resolve_conj().resolve_neg().contiguous()
 
 
 def _refuse_wrapping(modules: WeakSet[nn.Module]) -> Callable[[nn.Module, str, nn.Module | None], None]:
