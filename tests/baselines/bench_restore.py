@@ -4,7 +4,8 @@
     python -m tests.baselines.bench_restore --ranks 64 --parameters 4000
 
 One process does what each rank does by itself after a rank of a sharded model was replaced: it reads what all ranks have sent, decides
-which state is restored and from which ranks, and plans its moves. Then it does what the head does when the replicas of all ranks arrive.
+which state is restored and from which ranks, and plans its moves. Then it finds out which pieces it writes into a checkpoint, and does what
+the head does when the replicas of all ranks arrive.
 Times are those of the processor.
 """
 
@@ -19,6 +20,8 @@ from tests.baselines.result import print_and_write
 from undula.recovery.offers import Answer, described
 from undula.recovery.replica_store import Replica, ReplicaStore
 from undula.recovery.snapshot import FORMAT
+from undula.state.checkpoint_files import share_of
+from undula.state.extents import Extent
 
 
 def restored(ranks: int, parameters: int) -> dict[str, float]:
@@ -38,6 +41,20 @@ def restored(ranks: int, parameters: int) -> dict[str, float]:
         "KiB of names, sent once": len(pickle.dumps(names)) / 2**10,
         "KiB that a rank gets": (ranks * size + len(pickle.dumps(names))) / 2**10,
         "moves of a rank": len(moves),
+    }
+
+
+def checkpoint(ranks: int, parameters: int) -> dict[str, float]:
+    """Return the seconds of one rank, and the bytes that it gets, to find out which pieces it writes into a checkpoint."""
+    held = [many_ranks.holding(rank, ranks, parameters) for rank in range(ranks)]
+    sent = [pickle.dumps(Extent.of(each)[0]) for each in held]
+    gc.collect()
+    began = time.process_time()
+    own, names = Extent.of(held[1])
+    share_of(1, [pickle.loads(each) for each in sent], {own.names: names})
+    return {
+        "seconds of a rank for a checkpoint": time.process_time() - began,
+        "KiB that a rank gets for it": sum(map(len, sent)) / 2**10,
     }
 
 
@@ -85,7 +102,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     options = parser.parse_args()
     size = options.ranks, options.parameters
-    print_and_write("restore", [restored(*size) | replicas(*size) for _ in range(options.rounds)])
+    print_and_write("restore", [restored(*size) | checkpoint(*size) | replicas(*size) for _ in range(options.rounds)])
 
 
 if __name__ == "__main__":

@@ -2,9 +2,9 @@
 
 from dataclasses import dataclass, field, replace
 
-from undula.recovery.extents import Extent, are_complete
 from undula.recovery.snapshot import NEVER, Age, available_memory, parsed
 from undula.state.defaults import FREE_SHARE
+from undula.state.extents import Extent, are_complete
 
 
 @dataclass(frozen=True)

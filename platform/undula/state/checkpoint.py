@@ -21,11 +21,10 @@ from undula.errors import CheckpointError, StorageError, SupersededError, Undula
 from undula.state.attempts import EVERYTHING, Lineage, begin, read_lineage, require_newest
 from undula.state.boxes import Box
 from undula.state.checkpoint_files import (
-    Claim,
     Entries,
     WrittenFile,
     read_pieces,
-    shares,
+    share_of,
     tensors_entry,
     tied_names,
     write_share,
@@ -42,6 +41,7 @@ from undula.state.commit import (
     find_commits,
     step_of,
 )
+from undula.state.extents import Extent
 from undula.state.goals import GoalSpec
 from undula.state.pieces import Piece, RankState
 from undula.state.retention import superseded
@@ -120,16 +120,9 @@ class Checkpointer:
         """
         assert self._saving is None, "call wait() for the previous save first"
         began = time.monotonic()
-        claims: list[Any] = [None] * dist.get_world_size(self._group)
         tied = tied_names(state.pieces)
-        own: list[Claim] = [
-            (name, piece.box, piece.tensor.nbytes) for name, piece in state.pieces.items() if name not in tied
-        ]
-        dist.all_gather_object(claims, own, group=self._group)
-        share = {
-            name: (_copied(state.pieces[name].tensor), state.pieces[name].box)
-            for name in shares(claims)[dist.get_rank(self._group)]
-        }
+        pieces = {name: piece for name, piece in state.pieces.items() if name not in tied}
+        share = {name: (_copied(pieces[name].tensor), pieces[name].box) for name in self._own_share(pieces)}
         # The thread needs its own process group, because its collectives run in parallel with those of training. The group exists
         # only during the save, because gloo's threads poll a hundred times a second.
         self._saving_group = dist.new_group(backend="gloo", timeout=self._timeout, group_desc=SAVING)
@@ -142,6 +135,18 @@ class Checkpointer:
         write = partial(self._write, step, header, entries, share, self._saving_group, self._is_abandoned, began)
         self._saving = thread.submit(write)
         thread.shutdown(wait=False)
+
+    def _own_share(self, pieces: Mapping[str, Piece]) -> list[str]:
+        """Return the names of those pieces that this rank writes."""
+        own, names = Extent.of(RankState(pieces, {}).boxes)
+        extents: list[Any] = [None] * dist.get_world_size(self._group)
+        dist.all_gather_object(extents, own, group=self._group)
+        known: list[Any] = [names]
+        if any(extent.names != own.names for extent in extents):
+            known = [None] * len(extents)
+            dist.all_gather_object(known, names, group=self._group)
+        by_digest = {extent.names: each for extent, each in zip(extents, known, strict=False)}
+        return share_of(dist.get_rank(self._group), extents, by_digest)
 
     def _write(
         self,
@@ -162,10 +167,11 @@ class Checkpointer:
             written = error
         if is_abandoned.is_set():
             return
-        answers: list[Any] = [None] * dist.get_world_size(group)
-        dist.all_gather_object(answers, written if not isinstance(written, Exception) else str(written), group=group)
+        answers: list[Any] | None = [None] * dist.get_world_size(group) if rank == 0 else None
+        answer = written if not isinstance(written, Exception) else str(written)
+        dist.gather_object(answer, answers, group=group, group_dst=0)
         outcome: list[UndulaError | None] = [None]
-        if rank == 0:
+        if answers is not None:
             try:
                 if failed := [answer for answer in answers if isinstance(answer, str)]:
                     raise CheckpointError(failed[0])

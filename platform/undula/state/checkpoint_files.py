@@ -11,12 +11,11 @@ from torch import Tensor
 from undula.errors import CheckpointError, one_line
 from undula.state.boxes import Box, elements, intersection
 from undula.state.commit import Commit
-from undula.state.pieces import Piece, Table, TensorSpec, as_real, copy_overlap, incomplete
+from undula.state.extents import Extent, Kinds, Names
+from undula.state.pieces import Piece, Table, TensorSpec, as_real, copy_overlap, dtype_named, incomplete
 from undula.state.tensor_file import TensorFile, file_buffers
 from undula.storage import Store
 
-Claim = tuple[str, Box, int]
-"""Piece that a rank could write: name of the tensor, box, and size in bytes."""
 Entries: TypeAlias = "Callable[[Sequence[WrittenFile]], dict[str, Any]]"
 """Function that returns the entry `tensors` of a `commit.json` for the files of all ranks."""
 
@@ -32,29 +31,38 @@ class WrittenFile:
     """Box of each tensor in the file, by name of the tensor."""
 
 
-def shares(claims: Sequence[Sequence[Claim]]) -> list[list[str]]:
-    """Assign each box to one of the ranks that hold it, so that the ranks write similar numbers of bytes.
+def share_of(rank: int, extents: Sequence[Extent], names: Names) -> list[str]:
+    """Return the names of the tensors whose pieces a rank writes, so that each box is written once, and ranks write similar sizes.
 
     Args:
-        claims: Pieces that each rank holds.
-
-    Returns:
-        Names of the tensors whose pieces each rank writes, by rank.
+        rank: Number of the rank.
+        extents: Extents of the pieces of all ranks.
+        names: Names of the tensors.
     """
+    kinds = Kinds(extents, names)
+    own: list[str] = []
+    loads = [0] * len(extents)
+    shared: list[tuple[int, str, Box, list[int]]] = []
     owners: dict[tuple[str, Box], list[int]] = {}
-    sizes: dict[tuple[str, Box], int] = {}
-    for rank, of_rank in enumerate(claims):
-        for name, box, num_bytes in of_rank:
-            owners.setdefault((name, box), []).append(rank)
-            sizes[name, box] = num_bytes
-    loads = [0] * len(claims)
-    found: list[list[str]] = [[] for _ in claims]
-    # Boxes that only one rank holds come first, then the largest ones, so that the boxes with a choice of ranks even out the loads.
-    for name, box in sorted(owners, key=lambda piece: (len(owners[piece]) > 1, -sizes[piece], piece)):
-        rank = min(owners[name, box], key=lambda rank: (loads[rank], rank))
-        loads[rank] += sizes[name, box]
-        found[rank].append(name)
-    return found
+    specs: dict[str, TensorSpec] = {}
+    for number, extent in enumerate(extents):
+        holding = kinds.holding(extent)
+        specs |= holding.expected
+        for first, box in holding.boxes.items():
+            owners.setdefault((first, box), []).append(number)
+    for (first, box), ranks in owners.items():
+        size, members = elements(box) * dtype_named(specs[first].dtype).itemsize, kinds.members[first]
+        if len(ranks) > 1:
+            shared += [(-size, name, box, ranks) for name in members]
+            continue
+        loads[ranks[0]] += size * len(members)
+        own += members if ranks[0] == rank else []
+    # The largest ones come first, so that those with a choice of ranks even out the loads.
+    for size, name, _, ranks in sorted(shared):
+        least = min(ranks, key=lambda each: (loads[each], each))
+        loads[least] -= size
+        own += [name] if least == rank else []
+    return own
 
 
 def write_share(store: Store, folder: str, rank: int, pieces: Mapping[str, tuple[Tensor, Box]]) -> WrittenFile | None:

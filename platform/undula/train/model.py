@@ -104,8 +104,8 @@ def _give_memory_to_buffers(module: nn.Module) -> None:
         UsageError: A buffer is sparse.
     """
     for path, layer in module.named_modules():
-        for key, buffer in layer._buffers.items():
-            if buffer is None or buffer.is_meta or is_sharded_tensor(buffer):
+        for key, buffer in [*layer.named_buffers(recurse=False, remove_duplicate=False)]:
+            if buffer.is_meta or is_sharded_tensor(buffer):
                 continue
             if buffer.layout is not torch.strided:
                 name, layout = f"{path}.{key}".removeprefix("."), str(buffer.layout).removeprefix("torch.")
@@ -117,7 +117,7 @@ def _give_memory_to_buffers(module: nn.Module) -> None:
                 stride == 0 and size > 1 for stride, size in zip(buffer.stride(), buffer.shape, strict=True)
             )
             if is_shared or buffer.is_conj() or buffer.is_neg():
-                layer._buffers[key] = buffer.resolve_conj().resolve_neg().contiguous()
+                setattr(layer, key, buffer.resolve_conj().resolve_neg().contiguous())
 
 
 def _refuse_wrapping(modules: WeakSet[nn.Module]) -> Callable[[nn.Module, str, nn.Module | None], None]:

@@ -12,10 +12,10 @@ from torch import arange
 
 from undula.elastic.ray.actor import ElasticWorker
 from undula.recovery import replica_store
-from undula.recovery.extents import are_complete
 from undula.recovery.replica_store import Replica, ReplicaStore
 from undula.recovery.snapshot import NEVER, packed
 from undula.recovery.worker_state import HeldState, WorkerState
+from undula.state.extents import are_complete
 from undula.state.pieces import Piece, RankState
 
 HALVES = ((0, 4), (4, 6))

@@ -84,6 +84,14 @@ class Kinds:
                     boxes[self._known[first]] = box
         return Holding(expected, boxes)
 
+    @cached_property
+    def members(self) -> dict[str, list[str]]:
+        """Names of the tensors of each kind, by the name of the first one."""
+        members: dict[str, list[str]] = {}
+        for name, first in self.first_of.items():
+            members.setdefault(first, []).append(name)
+        return members
+
 
 def are_complete(extents: Iterable[tuple[Extent, tuple[str, ...]] | None]) -> bool:
     """Return whether processes together hold a whole state.

@@ -5,8 +5,10 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from undula.recovery.extents import Extent, Kinds, are_complete
 from undula.recovery.offers import Answer, chosen, combined, described, newest_complete
+from undula.state.boxes import elements
+from undula.state.checkpoint_files import share_of
+from undula.state.extents import Extent, Kinds, are_complete
 from undula.state.pieces import Holding, TensorSpec, is_complete
 
 SHAPES = [(6,), (4, 2), ()]
@@ -58,3 +60,26 @@ def test_the_same_state_is_found_and_comes_from_the_same_sources(held: list[Hold
 def test_a_state_is_complete_by_kinds_if_it_is_by_tensors(held: list[Holding], is_whole: bool) -> None:
     extents = [*map(Extent.of, held), *[None] * is_whole]
     assert are_complete(extents) == is_complete([*held, *[None] * is_whole])
+
+
+def shares_by_tensor(held: list[Holding]) -> list[set[str]]:
+    """Return the tensors that each process writes if each one is looked at by itself."""
+    owners: dict[tuple[str, Any], list[int]] = {}
+    for number, holding in enumerate(held):
+        for name, box in holding.boxes.items():
+            owners.setdefault((name, box), []).append(number)
+    loads, found = [0] * len(held), [set[str]() for _ in held]
+    for name, box in sorted(owners, key=lambda each: (len(owners[each]) > 1, -elements(each[1]), each)):
+        least = min(owners[name, box], key=lambda number: (loads[number], number))
+        loads[least] += elements(box)
+        found[least].add(name)
+    return found
+
+
+@given(holdings())
+def test_a_checkpoint_has_the_shares_that_each_tensor_by_itself_would_get(held: list[Holding]) -> None:
+    pairs = [Extent.of(each) for each in held]
+    extents, names = [extent for extent, _ in pairs], {extent.names: names for extent, names in pairs}
+    shares = [share_of(rank, extents, names) for rank in range(len(held))]
+    assert [*map(set, shares)] == shares_by_tensor(held)
+    assert all(len(set(share)) == len(share) for share in shares)
