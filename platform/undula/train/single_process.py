@@ -14,11 +14,11 @@ from undula.recovery.progress import LONGEST_PHASE_S
 from undula.recovery.worker_state import LeaveGroup, Request, WorkerState
 from undula.telemetry.messages import Publisher
 from undula.train.job import Job
-from undula.train.mixed_tensors import note_mixed_tensors
 from undula.train.run import Run, call_train
 from undula.train.script_file import make_ready
 from undula.train.session import GroupSession
 from undula.train.setup import RunSetup
+from undula.train.shard_errors import note_shards
 
 
 class SingleProcess:
@@ -73,7 +73,7 @@ class SingleProcess:
             try:
                 call_train(self._train, run, session)
             except BaseException as error:
-                note_mixed_tensors(error)
+                note_shards(error)
                 if self._hands_over:
                     run.hand_over()
                 if not isinstance(error, LeaveGroup):

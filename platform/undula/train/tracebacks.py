@@ -11,7 +11,7 @@ from undula.masking.exceptions import mask_error
 from undula.masking.values import mask
 from undula.recovery.worker_state import GroupEndedError
 from undula.train.left_out import note_left_out
-from undula.train.mixed_tensors import note_mixed_tensors
+from undula.train.shard_errors import note_shards
 
 Refusal = TypeVar("Refusal", bound=UndulaError)
 HOROVODS_REFUSALS = re.compile("Mismatched|not been initialized|same name as another")
@@ -27,7 +27,7 @@ def keep_traceback(error: BaseException) -> None:
     The frame that calls the user's code is left out. Secrets are masked, because Ray writes exceptions of workers to its logs.
     """
     note_left_out(error)
-    note_mixed_tensors(error)
+    note_shards(error)
     mask_error(error)
     frames = error.__traceback__.tb_next if error.__traceback__ else None
     setattr(error, _ATTRIBUTE, mask("".join(traceback.format_exception(type(error), error, frames))))

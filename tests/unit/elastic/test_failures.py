@@ -20,7 +20,7 @@ from undula.elastic.ray.failures import (
     whole_story,
 )
 from undula.errors import ManifestError, StorageError, SupersededError, UsageError
-from undula.train.mixed_tensors import FIX
+from undula.train.shard_errors import MIXED
 from undula.train.tracebacks import keep_traceback, kept_traceback
 
 USERS_CODE = """
@@ -80,7 +80,7 @@ def test_bugs_end_the_run_at_once_and_temporary_failures_are_retried(
 
 def test_torchs_error_about_a_shard_and_a_whole_tensor_has_the_fix() -> None:
     error = raised(RuntimeError("aten.mul.Tensor got mixed torch.Tensor and DTensor"))
-    assert FIX in str(kept_traceback(error))
+    assert MIXED in str(kept_traceback(error))
 
 
 def test_attempts_are_counted() -> None:

@@ -18,8 +18,8 @@ from torch.utils.checkpoint import checkpoint
 from undula.errors import UsageError
 from undula.parallel.spec import ShardingSpec
 from undula.train.job import Job
-from undula.train.mixed_tensors import FIX, note_mixed_tensors
 from undula.train.run import Run
+from undula.train.shard_errors import MIXED, NO_RULE, note_shards
 from undula.train.single_process import SingleProcess
 from undula.train.step import Step
 
@@ -247,17 +247,28 @@ def call_a_part(run: Run) -> None:
     model.first(torch.ones(2, 1))
 
 
-@pytest.mark.parametrize("train", [average_from_before, call_a_part])
-def test_torchs_error_about_a_shard_and_a_whole_tensor_names_the_fix(
-    train: Callable[[Run], None], tmp_path: Path
+def make_a_vector(run: Run) -> None:
+    torch.nn.utils.parameters_to_vector(run.model(Blocks()).parameters())
+
+
+@pytest.mark.parametrize(
+    ("train", "text", "fix"),
+    [
+        (average_from_before, r"mixed torch\.Tensor and DTensor", MIXED),
+        (call_a_part, r"mixed torch\.Tensor and DTensor", MIXED),
+        (make_a_vector, "Sharding propagation failed", NO_RULE),
+    ],
+)
+def test_torchs_error_about_shards_names_the_fix(
+    train: Callable[[Run], None], text: str, fix: str, tmp_path: Path
 ) -> None:
     job = replace(numbers_job(tmp_path), sharding=ShardingSpec(3))
-    with pytest.raises(RuntimeError, match=r"mixed torch\.Tensor and DTensor") as caught:
+    with pytest.raises(RuntimeError, match=text) as caught:
         SingleProcess(train, job, lambda message: None)()
-    assert caught.value.__notes__ == [FIX]
+    assert caught.value.__notes__ == [fix]
 
 
 def test_another_error_gets_no_note() -> None:
     error = RuntimeError("mixed feelings")
-    note_mixed_tensors(error)
+    note_shards(error)
     assert not hasattr(error, "__notes__")

@@ -12,7 +12,7 @@ from ray.train.v2.api.config import FailureConfig
 from ray.train.v2.api.exceptions import ControllerError, PreemptionError, TrainingFailedError
 
 from undula.errors import CheckpointError, StorageError, SupersededError, UndulaError, UsageError
-from undula.train.mixed_tensors import is_of_mixed_tensors
+from undula.train.shard_errors import is_of_shards
 from undula.train.tracebacks import is_of_collective, kept_traceback, place_in_script, with_place
 
 BUGS = (
@@ -156,7 +156,7 @@ def is_bug(error: BaseException) -> bool:
     # If a worker died, the exceptions of the others may be consequences of its death.
     has_died = any(kept_traceback(failure) is None for failure in failures)
     return not has_died and any(
-        (isinstance(failure, BUGS) and not isinstance(failure, StorageError)) or is_of_mixed_tensors(failure)
+        (isinstance(failure, BUGS) and not isinstance(failure, StorageError)) or is_of_shards(failure)
         for failure in failures
     )
 
