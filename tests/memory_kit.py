@@ -25,9 +25,17 @@ def predicted(train: Callable[[Run], None], job: Job, on_gpu: bool = False) -> t
     return counted, peak(moments(counted.state, counted.passes[setting], division, on_gpu)).total
 
 
+class OwnStorages(LiveStorages):
+    """Counts no views that NumPy has made of tensors, which torch takes for memory of their own."""
+
+    def add(self, tensor: torch.Tensor) -> None:
+        if tensor.layout != torch.strided or tensor.untyped_storage().resizable():
+            super().add(tensor)
+
+
 def measured(train: Callable[[Run], None], job: Job) -> int:
     """Return the peak of a run of a job in this process, in bytes."""
-    live = LiveStorages()
+    live = OwnStorages()
 
     def counting(run: Run) -> None:
         with live:

@@ -4,10 +4,11 @@ Counts of changes in place, as torch keeps them, miss what is written by way of 
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import zip_longest
-from typing import TypeAlias
+from itertools import chain, zip_longest
+from typing import TypeAlias, TypeVar
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
@@ -16,16 +17,19 @@ from undula.state.pieces import dense_strides
 COLUMNS = 4_093
 """Number of columns in which the words of a whole chunk are added up first. It is prime, so that rows of a weight that change places are
 seen."""
-ROWS = {"cpu": 16}
-"""Number of words of a column in a chunk, by kind of device: on a CPU its cache holds the chunk for the second sum."""
+CACHED_ROWS = 16
+"""Number of words of a column in a chunk on a CPU, whose cache holds it for the second sum."""
 MOST_ROWS = 1_024
 """Number of words of a column in a chunk on other devices, which copy the chunk of 32 MiB for the second sum."""
+FACTORS = 4 * COLUMNS
+"""Number of odd factors: at least two for each column, so that sums of columns and a rest of words have one each."""
 ALONE_BYTES = {"cpu": 2**12}
 """Size in bytes from which a tensor is summed up alone, which saves a copy of it, by kind of device."""
 LEAST_ALONE_BYTES = 2**18
 """Size in bytes from which a tensor is summed up alone on other devices, where each operation takes a while to be launched."""
 BUCKET_BYTES = 2 * 2**20
 """Maximum size of small tensors that are copied to be summed up together."""
+Words = TypeVar("Words", Tensor, npt.NDArray[np.int64])
 Fingerprint: TypeAlias = dict[torch.device, Tensor]
 """Sums by device: tensors of dtype int64."""
 
@@ -60,11 +64,9 @@ class Watched:
             self._chunks = [chunk for flat in flats if _is_alone(flat) for chunk in _chunks(flat)]
             self._buckets = _buckets([flat for flat in flats if not _is_alone(flat)])
         sums: dict[torch.device, list[Tensor]] = {}
-        for chunk in self._chunks:
+        of_buckets = (chunk for bucket in self._buckets for chunk in _chunks(_together(bucket)))
+        for chunk in chain(self._chunks, of_buckets):
             sums.setdefault(chunk.device, []).extend(self._sums(chunk))
-        for bucket in self._buckets:
-            for chunk in _chunks(_together(bucket)):
-                sums.setdefault(chunk.device, []).extend(self._sums(chunk))
         return {device: torch.stack(of_device) for device, of_device in sums.items()}
 
     def release(self) -> None:
@@ -75,22 +77,16 @@ class Watched:
         """Return the sum of words times factors, and that of their higher halves unless these are in a chunk of their own."""
         if chunk.device not in self._factors:
             draws = torch.Generator().manual_seed(0)
-            drawn = torch.randint(2**62, (_words_of_chunk(chunk),), generator=draws, dtype=torch.int64, device="cpu")
+            drawn = torch.randint(2**62, (FACTORS,), generator=draws, dtype=torch.int64, device="cpu")
             self._factors[chunk.device] = (2 * drawn + 1).to(chunk.device)
-        factors = self._factors[chunk.device]
+        factors = self._factors[chunk.device][: chunk.shape[-1]]
         if _is_array(chunk):
-            return [_dot(chunk, factors)]
-        return [_dot(chunk, factors), _dot(chunk >> 32, factors)]
+            return [torch.dot(_added_up(chunk), factors)]
+        return [(_added_up(words) * factors).sum() for words in (chunk, chunk >> 32)]
 
 
-def _dot(chunk: Tensor, factors: Tensor) -> Tensor:
-    words = chunk.view(-1, COLUMNS).sum(0) if len(chunk) == len(factors) else chunk
-    own = factors[: len(words)]
-    return torch.dot(words, own) if words.device.type == "cpu" else (words * own).sum()
-
-
-def _words_of_chunk(flat: Tensor) -> int:
-    return COLUMNS * ROWS.get(flat.device.type, MOST_ROWS)
+def _added_up(words: Tensor) -> Tensor:
+    return words.sum(0) if words.dim() == 2 else words
 
 
 def _is_alone(flat: Tensor) -> bool:
@@ -103,16 +99,23 @@ def _is_alone(flat: Tensor) -> bool:
 def _chunks(flat: Tensor) -> list[Tensor]:
     """Return the words of bytes, and on a CPU also the words that begin 32 bits later, of which other devices have no view."""
     if not _is_array(flat):
-        return list(torch.split(flat.view(torch.int64), _words_of_chunk(flat)))
+        return _split(flat.view(torch.int64), MOST_ROWS)
     array, size = flat.numpy(), flat.nbytes
-    views = (
-        array[: size // 8 * 8],
-        array[4 : 4 + (size - 4) // 8 * 8],
-        array[-8:],
-    )  # what no whole word is left for is in the last
-    chunks = [torch.split(torch.from_numpy(view.view(np.int64)), _words_of_chunk(flat)) for view in views]
+    last = array[-8:]  # it has what is left after the last whole word
+    views = array[: size // 8 * 8], array[4 : 4 + (size - 4) // 8 * 8], last
+    chunks = [_split(view.view(np.int64), CACHED_ROWS) for view in views]
     # Those of both sums take turns, so that the second one finds its words in the cache.
-    return [chunk for of_both in zip_longest(*chunks) for chunk in of_both if chunk is not None]
+    return [torch.from_numpy(chunk) for of_all in zip_longest(*chunks) for chunk in of_all if chunk is not None]
+
+
+def _split(words: Words, rows: int) -> list[Words]:
+    """Return words in parts of shape [at most `rows`, COLUMNS], and the rest in one dimension, for which there are factors."""
+    count = len(words) // COLUMNS * COLUMNS if len(words) > FACTORS else 0
+    parts: list[Words] = []
+    for begin in range(0, count, rows * COLUMNS):
+        parts.append(words[begin : min(begin + rows * COLUMNS, count)].reshape(-1, COLUMNS))
+    parts.append(words[count:])
+    return parts
 
 
 def _together(bucket: list[Tensor]) -> Tensor:

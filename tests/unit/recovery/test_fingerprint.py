@@ -60,7 +60,7 @@ CHANGES: dict[str, Callable[[Tensor], object]] = {
 def test_changes_of_many_elements_are_seen_in_each_chunk(
     on_cpu: bool, dtype: torch.dtype, size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fingerprint, "ROWS", {"cpu": 2})
+    monkeypatch.setattr(fingerprint, "CACHED_ROWS", 2)
     if not on_cpu:
         monkeypatch.setattr(fingerprint, "_is_array", lambda tensor: False)
     tensor = torch.rand(size, generator=torch.Generator().manual_seed(0)).to(dtype)
