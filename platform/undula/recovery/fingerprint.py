@@ -22,11 +22,11 @@ CACHED_ROWS = 16
 MOST_ROWS = 1_024
 """Number of words of a column in a chunk on other devices, which copy the chunk of 32 MiB for the second sum."""
 FACTORS = 4 * COLUMNS
-"""Number of odd factors: at least two for each column, so that sums of columns and a rest of words have one each."""
-ALONE_BYTES = {"cpu": 2**12}
-"""Size in bytes from which a tensor is summed up alone, which saves a copy of it, by kind of device."""
-LEAST_ALONE_BYTES = 2**18
-"""Size in bytes from which a tensor is summed up alone on other devices, where each operation takes a while to be launched."""
+"""Number of odd factors, and so the maximum number of words that are not added up by columns first."""
+ALONE_BYTES_ON_CPU = 2**12
+"""Size in bytes from which a tensor on a CPU is summed up alone, which saves a copy of it."""
+ALONE_BYTES = 2**18
+"""The same on other devices, where each operation takes a while to be launched."""
 BUCKET_BYTES = 2 * 2**20
 """Maximum size of small tensors that are copied to be summed up together."""
 Words = TypeVar("Words", Tensor, npt.NDArray[np.int64])
@@ -37,9 +37,10 @@ Fingerprint: TypeAlias = dict[torch.device, Tensor]
 class Watched:
     """Tensors whose changes are seen in their fingerprints.
 
-    The bits of a tensor are taken as words of 64 bits, which are multiplied by odd factors and added up modulo 2^64, in chunks. This is
-    done twice, the second time with words that begin 32 bits later: in one sum, two changes of the highest bit, which is the sign of a
-    number, would cancel out. A change is missed only if the changes of all words of a chunk cancel out in both sums.
+    The bits of a tensor are taken as words of 64 bits, which are multiplied by odd factors and added up modulo 2^64, in chunks. Those of a
+    large chunk are added up by columns first. This is done twice, the second time with words that begin 32 bits later: in one sum, two
+    changes of the highest bit, which is the sign of a number, would cancel out. A change is missed only if the changes of all words of a
+    chunk cancel out in both sums.
 
     Args:
         tensors: Callback that returns the tensors. They and their memory may be others in each call. Of a DTensor, the local part counts.
@@ -91,7 +92,7 @@ def _added_up(words: Tensor) -> Tensor:
 
 def _is_alone(flat: Tensor) -> bool:
     """Return whether bytes are summed up where they are."""
-    if flat.nbytes < ALONE_BYTES.get(flat.device.type, LEAST_ALONE_BYTES):
+    if flat.nbytes < (ALONE_BYTES_ON_CPU if flat.device.type == "cpu" else ALONE_BYTES):
         return False
     return _is_array(flat) or (flat.data_ptr() % 8 == 0 and flat.nbytes % 8 == 0)
 
@@ -101,7 +102,7 @@ def _chunks(flat: Tensor) -> list[Tensor]:
     if not _is_array(flat):
         return _split(flat.view(torch.int64), MOST_ROWS)
     array, size = flat.numpy(), flat.nbytes
-    last = array[-8:]  # it has what is left after the last whole word
+    last = array[-8:]  # includes the bytes after the last whole word
     views = array[: size // 8 * 8], array[4 : 4 + (size - 4) // 8 * 8], last
     chunks = [_split(view.view(np.int64), CACHED_ROWS) for view in views]
     # Those of both sums take turns, so that the second one finds its words in the cache.

@@ -43,7 +43,7 @@ from undula.state.commit import (
 )
 from undula.state.extents import Extent
 from undula.state.goals import GoalSpec
-from undula.state.pieces import Piece, RankState
+from undula.state.pieces import Holding, Piece, RankState, spec_of
 from undula.state.retention import superseded
 from undula.state.room import size
 from undula.storage import Store
@@ -138,7 +138,8 @@ class Checkpointer:
 
     def _own_share(self, pieces: Mapping[str, Piece]) -> list[str]:
         """Return the names of those pieces that this rank writes."""
-        own, names = Extent.of(RankState(pieces, {}).boxes)
+        specs = {name: spec_of(piece) for name, piece in pieces.items()}
+        own, names = Extent.of(Holding(specs, {name: piece.box for name, piece in pieces.items()}))
         extents: list[Any] = [None] * dist.get_world_size(self._group)
         dist.all_gather_object(extents, own, group=self._group)
         known: list[Any] = [names]

@@ -83,14 +83,11 @@ class RankState:
         return all(piece.is_whole for piece in self.pieces.values())
 
     @property
-    def boxes(self) -> Holding:
-        """Extent of this rank's pieces."""
-        return Holding(self.expected, {name: piece.box for name, piece in self.pieces.items()})
-
-    @property
     def holding(self) -> Holding | None:
         """Extent of this rank's pieces; None if it holds the whole state."""
-        return None if self.is_whole else self.boxes
+        if self.is_whole:
+            return None
+        return Holding(self.expected, {name: piece.box for name, piece in self.pieces.items()})
 
     @property
     def bytes(self) -> int:

@@ -121,7 +121,7 @@ def test_a_run_that_has_not_begun_proves_nothing_about_another_one(manifest: Man
         certify(begun, manifest, against=not_begun).difference
         == "run has no committed step, so nothing can be compared with it"
     )
-    # A comparison of many runs goes on with those that have begun.
+    # `undula compare` shows such a run beside the others.
     found = agreement(begun, not_begun)
     assert found.holds
     assert found.not_proved == ["that the steps are as in run: that run has no committed step"]
