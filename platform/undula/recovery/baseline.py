@@ -19,7 +19,7 @@ WORK = "work since the update"
 """Name of a value of a state: what the script has done since the last update."""
 UPDATED, IN_LOOP, IN_WORK, LATER = range(4)
 """Places after an update, in order: right after it, the end of the loop's body, the end of a validation and `after_step`, and the beginning
-of the next batches, if the script may repeat its work until then."""
+of the next batches."""
 
 
 @dataclass
@@ -48,14 +48,20 @@ class Work:
         """Place at whose end a change was found last; UPDATED if there was none."""
         return self.changes.bit_length()
 
-    def lasts_until(self, habits: int) -> int:
-        """Return the last place until which the state is taken to be unchanged, given the places at which the script changes states."""
-        return next((place - 1 for place in range(self.place + 1, LATER + 1) if habits & bit_of(place)), LATER)
+    def lasts_until(self, later: "Work") -> int:
+        """Return the last place at which the state is known to be unchanged, given what the same rank knew about it later."""
+        changes = later.changes & ~self.changes
+        return first_of(changes) - 1 if changes else max(self.place, later.place)
 
 
 def bit_of(place: int) -> int:
     """Return the bit of a place after UPDATED."""
     return 1 << (place - 1)
+
+
+def first_of(places: int) -> int:
+    """Return the first of some places, given as bits."""
+    return (places & -places).bit_length()
 
 
 class Baseline:

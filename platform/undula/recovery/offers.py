@@ -1,17 +1,15 @@
 """What processes offer to a group that starts: states of a run, and the steps to which recorded updates of the optimizer lead from them."""
 
-import functools
 import itertools
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
-from itertools import zip_longest
-from operator import or_
 from typing import TypeAlias
 
 import torch
 
 from undula.recovery.baseline import LATER, UPDATED, Work
 from undula.recovery.replay import BEFORE, can_replay, replayed, replayed_holding
+from undula.recovery.script_place import ScriptPlace
 from undula.recovery.snapshot import NEVER, Age, Snapshot
 from undula.recovery.worker_state import WORKER_MEMORY, HeldState
 from undula.state.boxes import Box, whole_box
@@ -32,18 +30,14 @@ class Answer:
     """Place of the state, for messages."""
     work: Work = field(default_factory=Work)
     """What the script has done in this state since the last update."""
+    lasts_until: int = UPDATED
+    """Place, of those in `baseline`, at which the process still had these pieces, if it is a later one than that of `work`."""
     is_settled: bool = True
     """Whether the process has committed the state, and so knows its values and rows of the ledger. Otherwise it has the pieces only."""
 
-    def is_of(self, place: int, habits: int) -> bool:
-        """Return whether the pieces are those of a place after the update.
-
-        Args:
-            place: Place, of those in `baseline`.
-            habits: Places at which the script changes shards, as bits.
-        """
-        last = self.work.place if self.holding is None else self.work.lasts_until(habits)
-        return self.work.changed_last <= place <= last
+    def is_of(self, place: int) -> bool:
+        """Return whether the pieces are known to be those of a place after the update."""
+        return self.work.changed_last <= place <= max(self.work.place, self.lasts_until)
 
     def is_known_at(self, place: int) -> bool:
         """Return whether the values and rows are those of a place after the update."""
@@ -65,9 +59,11 @@ class Offer:
     base: Stored
     updates: tuple[Stored, ...] = ()
     """Recorded updates, one after another. The state of each has the age of the state after the update."""
+    last: ScriptPlace | None = None
+    """How far the script had come on the rank when the rank was lost; None if that is unknown."""
 
     @classmethod
-    def of(cls, base: Stored, recorded: Iterable[Stored] = ()) -> "Offer":
+    def of(cls, base: Stored, recorded: Iterable[Stored] = (), last: ScriptPlace | None = None) -> "Offer":
         """Return an offer of a state and of those updates of the same rank and group that follow it without a gap."""
         step, changes, updates = base.age[1], Work.of(base.values).changes, []
         for update in sorted(recorded, key=lambda each: each.age):
@@ -75,18 +71,23 @@ class Offer:
             if update.age > base.age and (update.values[BEFORE], before.changes) == (step, changes):
                 updates.append(update)
                 step, changes = update.age[1], 0
-        return cls(base, tuple(updates))
+        return cls(base, tuple(updates), last)
 
     def answers(self) -> Iterator[Answer]:
-        yield Answer(self.base.age, self.base.holding, self.base.origin, Work.of(self.base.values))
+        work, origin = Work.of(self.base.values), self.base.origin
+        yield Answer(self.base.age, self.base.holding, origin, work, self._lasts_until(0, work))
         holding = replayed_holding(self.base.holding, self.updates[-1].values) if self.updates else None
         if holding:
-            followed = [Work.of(update.values) for update in self.updates[1:]]
-            for update, before in zip_longest(self.updates, followed):
-                # A record of the next update says that nothing was changed until then.
-                place = UPDATED if before is None else LATER
-                work = Work(place, habits=Work.of(update.values).habits)
-                yield Answer(update.age, holding, self.base.origin, work, is_settled=False)
+            for number, update in enumerate(self.updates, 1):
+                until = self._lasts_until(number, Work())
+                yield Answer(update.age, holding, origin, lasts_until=until, is_settled=False)
+
+    def _lasts_until(self, number: int, work: Work) -> int:
+        """Return the last place at which the state after so many of the updates is known to be unchanged, given its work."""
+        if number < len(self.updates):
+            return LATER  # the record of the next update says so
+        step = (self.base, *self.updates)[number].age[1]
+        return work.lasts_until(self.last.work if self.last and self.last.step == step else work)
 
     def bytes(self) -> int:
         """Return the number of bytes that are read to load the state."""
@@ -112,7 +113,7 @@ class Offer:
 def usable(offers: Iterable[Offer], optimizer: torch.optim.Optimizer) -> list[Offer]:
     """Return the offers without the updates of another optimizer than the run's, as after a change of the script."""
     return [
-        Offer(each.base, each.updates if all(can_replay(update.values, optimizer) for update in each.updates) else ())
+        each if all(can_replay(update.values, optimizer) for update in each.updates) else Offer(each.base)
         for each in offers
     ]
 
@@ -131,17 +132,11 @@ def _place(answers: Answers, age: Age) -> int | None:
 
     The parts of ranks that have come to different places are parts of one state only if nothing was changed between these places.
     """
-    of_age, habits = [answer for answer in itertools.chain(*answers) if answer.age == age], _habits(answers)
+    of_age = [answer for answer in itertools.chain(*answers) if answer.age == age]
     for place in sorted({answer.work.place for answer in of_age if answer.is_settled}, reverse=True):
-        if is_complete([answer.holding for answer in of_age if answer.is_of(place, habits)]):
+        if is_complete([answer.holding for answer in of_age if answer.is_of(place)]):
             return place
     return None
-
-
-def _habits(answers: Answers) -> int:
-    """Return the places at which the script has changed shards on any rank, as bits."""
-    works = [answer.work for answer in itertools.chain(*answers)]
-    return functools.reduce(or_, (work.habits | work.changes for work in works), 0)
 
 
 def chosen(answers: Answers, age: Age) -> tuple[int, list[list[int]]]:
@@ -150,13 +145,13 @@ def chosen(answers: Answers, age: Age) -> tuple[int, list[list[int]]]:
     If sources have the whole state, these are theirs. Otherwise, each box comes from one source: what is settled comes before what must be
     computed again, and a process before the memory of a node. The parts of several lost ranks are spread over the ranks that can read them.
     """
-    place, habits = _place(answers, age), _habits(answers)
+    place = _place(answers, age)
     assert place is not None
     of_place = [
         (source, number, answer)
         for source, of_source in enumerate(answers)
         for number, answer in enumerate(of_source)
-        if answer.age == age and answer.is_of(place, habits)
+        if answer.age == age and answer.is_of(place)
     ]
     whole = {source: (source, number) for source, number, answer in reversed(of_place) if answer.holding is None}
     holders: dict[tuple[str, Box], list[tuple[int, int, Answer]]] = {}

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from undula.parallel.layout import Layout
 from undula.recovery.live_state import LiveState
 from undula.recovery.offers import Offer
+from undula.recovery.script_place import ScriptPlace
 from undula.recovery.snapshot import SLOTS, UPDATE_SLOTS, find_snapshots, is_private, state_bytes
 from undula.recovery.snapshot_writer import SnapshotWriter
 from undula.recovery.update_log import UpdateLog
@@ -198,6 +199,9 @@ def find_offers(
         else []
         for names in (SLOTS, UPDATE_SLOTS)
     )
-    offers = [Offer.of(base, (each for each in updates if each.folder == base.folder)) for base in bases]
+    offers = [
+        Offer.of(base, (each for each in updates if each.folder == base.folder), ScriptPlace.noted_in(base.folder))
+        for base in bases
+    ]
     fetched = replicas.fetch(layout.rank, layout.world_size) if replicas else []
     return offers + [Offer(each) for each in fetched if each.plan_digest == plan_digest and is_of_run(*each.age)]

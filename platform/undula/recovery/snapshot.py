@@ -40,6 +40,8 @@ SLOTS = ("a", "b")
 """Names of the two places in which a rank writes its snapshots in turn."""
 UPDATE_SLOTS = tuple(f"update-{number}" for number in range(8))
 """Names of the places in which a rank of a sharded model records its last updates in turn."""
+PLACE = "place"
+"""File in the folder of a rank of a sharded model, in which it notes how far the script has come."""
 DATA, META = "data", "meta.json"
 """Files of a slot: the bytes of the pieces, and the description of the bytes."""
 ROWS_KNOWN = 4096

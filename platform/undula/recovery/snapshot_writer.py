@@ -13,7 +13,7 @@ from torch import Tensor
 
 from undula.recovery.node_memory import RESERVED, delete_former_attempts, reserve
 from undula.recovery.slot import Send, Slot, ready_event
-from undula.recovery.snapshot import META, SLOTS, UPDATE_SLOTS, Arrangement, encoded, fixed_meta
+from undula.recovery.snapshot import META, PLACE, SLOTS, UPDATE_SLOTS, Arrangement, encoded, fixed_meta
 from undula.state.pieces import RankState
 from undula.state.records import StepRow
 
@@ -164,6 +164,7 @@ class SnapshotWriter:
     def discard(self) -> None:
         """Stop taking snapshots, and delete the last one, of which a rank could not store its part. The one before stays."""
         self.close()
+        (self.own / PLACE).unlink(missing_ok=True)
         for name in UPDATE_SLOTS:
             shutil.rmtree(self.own / name, ignore_errors=True)
         for number, name in enumerate(SLOTS):

@@ -14,6 +14,7 @@ from undula.parallel.sharding import Settles, has_known_results, has_own_step, p
 from undula.recovery.baseline import Work
 from undula.recovery.node_memory import reserve
 from undula.recovery.replay import APPLIES, BEFORE, GRADIENT, KIND, OTHERS, PRESENT, TRUST, kind_of
+from undula.recovery.script_place import PlaceFile
 from undula.recovery.slot import Slot, ready_event
 from undula.recovery.snapshot import SLOTS, UPDATE_SLOTS, Arrangement, encoded, fixed_meta
 from undula.recovery.worker_state import HeldState
@@ -49,6 +50,7 @@ class UpdateLog:
         self._module, self._optimizer = module, optimizer
         self._plan_digest, self._attempt = plan_digest, attempt
         self._own = own
+        self._place_file = PlaceFile(own) if own else None
         self._names = UPDATE_SLOTS[:count]
         self._slots: list[Slot] = []
         self._form: object = None
@@ -99,13 +101,21 @@ class UpdateLog:
         if self._own is not None:
             self._store(self.pending)
 
+    def note_place(self, step: int, work: Work) -> None:
+        """Note what the script has done since the last of so many committed steps."""
+        if self._place_file:
+            try:
+                self._place_file.note(step, work)
+            except OSError:  # a lost worker costs more steps
+                self._place_file = None
+
     def committed(self) -> None:
         """Forget the pending update, whose step is committed."""
         self.pending = None
 
     def close(self) -> None:
         """Record in this process only from now on."""
-        self._own, self._slots = None, []
+        self._own, self._place_file, self._slots = None, None, []
 
     def _store(self, update: HeldState) -> None:
         try:

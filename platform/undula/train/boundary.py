@@ -217,6 +217,9 @@ class StepBoundary:
         self._model.guard.check_forms()
         self._script_state.capture(owed_since)
         self._model.baseline.take(place)
+        if self._saver.updates:
+            assert self._attempt.committed is not None
+            self._saver.updates.note_place(self._attempt.committed, self._model.baseline.work)
 
     def snapshot(self, done: int, is_whole_at_once: bool) -> None:
         """Begin a snapshot of the state after `done` steps if one is due.

@@ -207,7 +207,7 @@ class TrainingLoop:
         for warning in (*changes, *parts.warnings(start)):
             attempt.report(warning)
         self.saver.begin(restored)
-        self.model.baseline.begin(restored.values, finds_changes=self.saver.updates is not None)
+        self.model.baseline.begin(restored.values, finds_changes=self._setup.worker.shares_state)
 
     def _end_step(self, before: int, done: int) -> None:
         """Validate, do the work of the script and save after `done` steps, whatever of these is due.
