@@ -69,12 +69,16 @@ class Change:
     """Number of steps between two changes."""
     counts: bool
     """Whether the script also counts steps in the extra state of the model."""
+    has_hook: bool
+    """Whether the optimizer has a hook of the script, so that updates are not recorded."""
 
     def __call__(self, run: Run, ends: Ends) -> None:
         """Train."""
         network = Network()
         model = run.model(network)
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        if self.has_hook:
+            optimizer.register_step_post_hook(lambda *_: None)
         run.optimizer(optimizer)
 
         def change(done: int, *_: object) -> None:
@@ -129,4 +133,5 @@ def drawn_change(number: int) -> Change:
         first=draw.randrange(1, 6),
         every=draw.choice([1, 1, 2, 3]),
         counts=draw.random() < 0.5,
+        has_hook=draw.random() < 0.25,
     )

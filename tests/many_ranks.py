@@ -5,8 +5,9 @@ from collections.abc import Sequence
 
 import torch
 
+from undula.recovery.baseline import IN_WORK
 from undula.recovery.moves import Move, Need, moves_to
-from undula.recovery.offers import Answer, Asked, Described, chosen, combined, described, newest_complete
+from undula.recovery.offers import Answer, Asked, Content, Described, chosen, combined, described, newest_complete
 from undula.recovery.restore import needs_of
 from undula.state.boxes import Box
 from undula.state.pieces import Holding, Piece, TensorSpec, dtype_named
@@ -32,12 +33,19 @@ def holding(rank: int, world_size: int, num_parameters: int) -> Holding:
 
 
 def descriptions(world_size: int, num_parameters: int) -> list[bytes]:
-    """Return what each rank sends to the others: it holds the state of the last step, and the one before as a snapshot."""
-    found = []
-    for rank in range(world_size):
-        own = holding(rank, world_size, num_parameters)
-        found.append(pickle.dumps(described([Answer((1, 8), own, "a worker"), Answer((1, 7), own, "a node")])))
-    return found
+    """Return what each rank sends to the others."""
+    return [pickle.dumps(described(answers(holding(rank, world_size, num_parameters)))) for rank in range(world_size)]
+
+
+def answers(own: Holding) -> list[Answer]:
+    """Return the answers of a rank that holds the state of the last step, and has a snapshot of the one before."""
+    boxes = {name: box for name, box in own.boxes.items() if box[1]}
+    shards = Holding(own.expected, boxes)
+    return [
+        Answer(age, held, origin, last=IN_WORK, content=content)
+        for age, origin in (((1, 8), "a worker"), ((1, 7), "a node"))
+        for held, content in ((own, Content.STATE), (shards, Content.SHARDS))
+    ]
 
 
 def needs(rank: int, world_size: int, sent: Sequence[bytes], expected: Holding) -> tuple[list[Need], Asked]:
@@ -45,7 +53,7 @@ def needs(rank: int, world_size: int, sent: Sequence[bytes], expected: Holding) 
     found: list[Described] = [pickle.loads(each) for each in sent]
     asked = combined([pairs for pairs, _ in found], found[0][1])
     age = newest_complete(asked.answers)
-    _, numbers = chosen(asked.answers, age)
+    numbers = chosen(asked.answers, age)
     used = [[of[number] for number in own] for of, own in zip(asked.answers, numbers, strict=True)]
     wanted = holding(rank, world_size, len(expected.expected) // 4)
     pieces = {

@@ -17,7 +17,7 @@ import time
 
 from tests import many_ranks
 from tests.baselines.result import print_and_write
-from undula.recovery.offers import Answer, described
+from undula.recovery.offers import described
 from undula.recovery.replica_store import Replica, ReplicaStore
 from undula.recovery.snapshot import FORMAT
 from undula.state.checkpoint_files import share_of
@@ -30,7 +30,7 @@ def restored(ranks: int, parameters: int) -> dict[str, float]:
     sent = many_ranks.descriptions(ranks, parameters)
     gc.collect()
     began = time.process_time()
-    pairs, names = described([Answer((1, 8), whole, "a worker"), Answer((1, 7), whole, "a node")])
+    pairs, names = described(many_ranks.answers(whole))
     needed, _ = many_ranks.needs(ranks // 2, ranks - 1, sent, whole)
     moves = many_ranks.moves(ranks // 2, needed, whole)
     seconds = time.process_time() - began

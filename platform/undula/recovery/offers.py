@@ -2,7 +2,8 @@
 
 import itertools
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
+from enum import IntEnum
 from typing import TypeAlias
 
 import torch
@@ -19,6 +20,18 @@ from undula.state.pieces import Holding, RankState, is_complete
 Stored: TypeAlias = HeldState | Snapshot
 
 
+class Content(IntEnum):
+    """What an answer offers. Of equal boxes, those of the first of these are taken."""
+
+    STATE = 0
+    """A process's part of a state, with its values and its rows of the ledger."""
+    SHARDS = 1
+    """Only shards, which are those of other places after the update as well, because the script has not changed them between these.
+    Buffers and values can be others at each place."""
+    REPLAYED = 2
+    """Parameters and optimizer state that must be computed again."""
+
+
 @dataclass(frozen=True)
 class Answer:
     """Description of a state that a process offers."""
@@ -28,24 +41,20 @@ class Answer:
     """Extent of the process's pieces; None if it holds the whole state."""
     origin: str
     """Place of the state, for messages."""
-    work: Work = field(default_factory=Work)
-    """What the script has done in this state since the last update."""
-    lasts_until: int = UPDATED
-    """Place, of those in `baseline`, at which the process still had these pieces, if it is a later one than that of `work`."""
-    is_settled: bool = True
-    """Whether the process has committed the state, and so knows its values and rows of the ledger. Otherwise it has the pieces only."""
+    first: int = UPDATED
+    """First place after the update, of those in `baseline`, whose state these pieces belong to."""
+    last: int = UPDATED
+    """Last place of which this is known."""
+    content: Content = Content.STATE
 
     def is_of(self, place: int) -> bool:
         """Return whether the pieces are known to be those of a place after the update."""
-        return self.work.changed_last <= place <= max(self.work.place, self.lasts_until)
+        return self.first <= place <= self.last
 
-    def is_known_at(self, place: int) -> bool:
-        """Return whether the values and rows are those of a place after the update."""
-        return self.is_settled and self.work.place == place
-
-    def preference(self, place: int) -> tuple[bool, bool, bool]:
-        """Return the order in which the answers of a place with equal boxes are taken: the least first."""
-        return not self.is_known_at(place), not self.is_settled, self.origin != WORKER_MEMORY
+    @property
+    def preference(self) -> tuple[Content, bool]:
+        """Order in which the answers of a place with equal boxes are taken: the least first."""
+        return self.content, self.origin != WORKER_MEMORY
 
 
 Answers: TypeAlias = list[list[Answer]]
@@ -74,13 +83,21 @@ class Offer:
         return cls(base, tuple(updates), last)
 
     def answers(self) -> Iterator[Answer]:
-        work, origin = Work.of(self.base.values), self.base.origin
-        yield Answer(self.base.age, self.base.holding, origin, work, self._lasts_until(0, work))
-        holding = replayed_holding(self.base.holding, self.updates[-1].values) if self.updates else None
-        if holding:
-            for number, update in enumerate(self.updates, 1):
-                until = self._lasts_until(number, Work())
-                yield Answer(update.age, holding, origin, lasts_until=until, is_settled=False)
+        base, work = self.base, Work.of(self.base.values)
+        yield Answer(base.age, base.holding, base.origin, work.place, work.place)
+        if base.holding is None:
+            return
+        names = base.shards
+        shards = Holding(
+            base.holding.expected, {name: box for name, box in base.holding.boxes.items() if name in names}
+        )
+        last = self._lasts_until(0, work)
+        if work.changed_last < last:
+            yield Answer(base.age, shards, base.origin, work.changed_last, last, Content.SHARDS)
+        holding = replayed_holding(base.holding, self.updates[-1].values) if self.updates else None
+        for number, update in enumerate(self.updates, 1):
+            last = self._lasts_until(number, Work())
+            yield Answer(update.age, holding, base.origin, UPDATED, last, Content.REPLAYED)
 
     def _lasts_until(self, number: int, work: Work) -> int:
         """Return the last place at which the state after so many of the updates is known to be unchanged, given its work."""
@@ -94,19 +111,19 @@ class Offer:
         stored = [each for each in (self.base, *self.updates) if isinstance(each, Snapshot)]
         return sum(each.bytes for each in stored)
 
-    def load(self, age: Age, optimizer: torch.optim.Optimizer) -> RankState:
-        """Return the state of an age, to which this offer leads.
+    def load(self, answer: Answer, optimizer: torch.optim.Optimizer) -> RankState:
+        """Return what one of this offer's answers describes.
 
         Args:
-            age: The age.
+            answer: The answer.
             optimizer: Optimizer of the run. Updates are taken again on the device of its parameters, where it takes its own.
         """
         state, device = self.base.load(), optimizer.param_groups[0]["params"][0].device
         for update in self.updates:
-            if update.age <= age:
+            if update.age <= answer.age:
                 state = replayed(state, update.load(), type(optimizer), device)
-        base = self.base.holding
-        pieces = {name: piece for name, piece in state.pieces.items() if base is None or name in base.boxes}
+        extent = answer.holding
+        pieces = {name: piece for name, piece in state.pieces.items() if extent is None or name in extent.boxes}
         return RankState(pieces, state.values)
 
 
@@ -133,17 +150,17 @@ def _place(answers: Answers, age: Age) -> int | None:
     The parts of ranks that have come to different places are parts of one state only if nothing was changed between these places.
     """
     of_age = [answer for answer in itertools.chain(*answers) if answer.age == age]
-    for place in sorted({answer.work.place for answer in of_age if answer.is_settled}, reverse=True):
+    for place in sorted({answer.last for answer in of_age if answer.content == Content.STATE}, reverse=True):
         if is_complete([answer.holding for answer in of_age if answer.is_of(place)]):
             return place
     return None
 
 
-def chosen(answers: Answers, age: Age) -> tuple[int, list[list[int]]]:
-    """Return the place after the update of the state that is restored, and the numbers of the answers that it comes from, by source.
+def chosen(answers: Answers, age: Age) -> list[list[int]]:
+    """Return the numbers of the answers from which the state of an age is restored, by source.
 
-    If sources have the whole state, these are theirs. Otherwise, each box comes from one source: what is settled comes before what must be
-    computed again, and a process before the memory of a node. The parts of several lost ranks are spread over the ranks that can read them.
+    If sources have the whole state, these are theirs. Otherwise, each box comes from one source, in the order of Content, and from a
+    process before the memory of a node. The parts of several lost ranks are spread over the ranks that can read them.
     """
     place = _place(answers, age)
     assert place is not None
@@ -160,11 +177,11 @@ def chosen(answers: Answers, age: Age) -> tuple[int, list[list[int]]]:
             holders.setdefault(box, []).append((source, number, answer))
     taken: dict[tuple[tuple[int, int], ...], tuple[int, int]] = {}
     for of_box in holders.values():
-        best = min(each.preference(place) for *_, each in of_box)
-        equal = tuple((source, number) for source, number, each in of_box if each.preference(place) == best)
+        best = min(each.preference for *_, each in of_box)
+        equal = tuple((source, number) for source, number, each in of_box if each.preference == best)
         taken.setdefault(equal, equal[len(taken) % len(equal)])
     used = set(whole.values()) or set(taken.values())
-    return place, [
+    return [
         [number for number in range(len(of_source)) if (source, number) in used]
         for source, of_source in enumerate(answers)
     ]

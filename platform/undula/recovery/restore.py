@@ -13,13 +13,14 @@ import torch.distributed as dist
 
 from undula.errors import RunError
 from undula.parallel.layout import Layout
-from undula.recovery.baseline import Work
 from undula.recovery.leavers import Common, Leavers
 from undula.recovery.live_state import LiveState, Targets
 from undula.recovery.moves import Dtypes, Move, Need, exchange, lacking, mask_of, moves_to, unpack_parts
 from undula.recovery.offers import (
+    Answer,
     Answers,
     Asked,
+    Content,
     Described,
     Offer,
     boxes_of,
@@ -174,13 +175,13 @@ class Restorer:
     def _from_memory(self, offers: Sequence[Offer], asked: Asked, age: Age) -> Restored:
         """Restore a state that the ranks and the workers that leave hold together."""
         self.begin(age[1])
-        answers, size, (place, numbers) = asked.answers, self.layout.world_size, chosen(asked.answers, age)
+        answers, size, numbers = asked.answers, self.layout.world_size, chosen(asked.answers, age)
         used = [[of_source[number] for number in of_used] for of_source, of_used in zip(answers, numbers, strict=True)]
-        own = [offer for offer in offers for _ in offer.answers()]
+        own = [(offer, answer) for offer in offers for answer in offer.answers()]
         mine = [own[number] for number in numbers[self.layout.rank]]
-        self.enter(STARTING, sum(offer.bytes() for offer in mine) / MEMORY_BYTES_S)
-        states = [offer.load(age, self.live.optimizer) for offer in mine]
-        values, rows, expected = self._common(mine, used, age, place)
+        self.enter(STARTING, sum(offer.bytes() for offer, _ in mine) / MEMORY_BYTES_S)
+        states = [offer.load(answer, self.live.optimizer) for offer, answer in mine]
+        values, rows, expected = self._common(mine, used)
         targets = self.live.targets(expected, values)
         given = [answer for of_source in used for answer in of_source]
         is_whole = given[0].holding is None
@@ -195,17 +196,18 @@ class Restorer:
         origin = origin_of(given[:1] if is_whole else given)
         return Restored(age[1], age[0], origin, rows, beside_model_and_optimizer(values))
 
-    def _common(self, mine: Sequence[Offer], used: Answers, age: Age, place: int) -> Common:
-        """Return the values, rows and table that the first source knows that has committed the state and come to a place, on all ranks."""
+    def _common(self, mine: Sequence[tuple[Offer, Answer]], used: Answers) -> Common:
+        """Return the values, rows and table that the first source with a part of the state knows, on all ranks."""
         layout = self.layout
         source = next(
-            number for number, of_source in enumerate(used) if any(answer.is_known_at(place) for answer in of_source)
+            number
+            for number, of_source in enumerate(used)
+            if any(answer.content == Content.STATE for answer in of_source)
         )
         common: list[Any] = [None]
         first = source if source < layout.world_size else 0
         if layout.rank == first and source == first:
-            bases = (offer.base for offer in mine if offer.base.age == age)
-            base = next(base for base in bases if Work.of(base.values).place == place)
+            base = next(offer.base for offer, answer in mine if answer.content == Content.STATE)
             state = base.load()
             common = [(state.values, base.rows, state.expected)]
         elif layout.rank == first:

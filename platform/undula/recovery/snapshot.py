@@ -136,6 +136,11 @@ class Snapshot:
         return None if is_whole else Holding(expected, boxes)
 
     @property
+    def shards(self) -> set[str]:
+        """Names of the tensors of which the rank had a shard."""
+        return {name for name, place in self.meta["tensors"].items() if not place["replicated"]}
+
+    @property
     def bytes(self) -> int:
         """Size of the data in bytes."""
         return self.data.stat().st_size if isinstance(self.data, Path) else len(self.data)

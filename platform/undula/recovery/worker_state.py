@@ -63,6 +63,11 @@ class HeldState:
         """Extent of this process's pieces; None if it holds the whole state."""
         return self.state.holding
 
+    @property
+    def shards(self) -> set[str]:
+        """Names of the tensors of which this process has a shard."""
+        return self.state.shards
+
     def load(self) -> RankState:
         return self.state
 

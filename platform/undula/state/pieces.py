@@ -90,6 +90,11 @@ class RankState:
         return Holding(self.expected, {name: piece.box for name, piece in self.pieces.items()})
 
     @property
+    def shards(self) -> set[str]:
+        """Names of the tensors of which this rank has a shard."""
+        return {name for name, piece in self.pieces.items() if not piece.is_replicated}
+
+    @property
     def bytes(self) -> int:
         """Size of the tensors in bytes."""
         return sum(piece.tensor.nbytes for piece in self.pieces.values())
@@ -158,7 +163,8 @@ def piece_of(value: Any) -> Piece:
     if not is_sharded_tensor(value):
         return Piece(value.detach(), tuple(value.shape), (0,) * value.dim())
     local = local_part(value).detach()
-    return Piece(local, tuple(value.shape), _offsets(value), is_replicated=tuple(local.shape) == tuple(value.shape))
+    is_replicated = all(placement.is_replicate() for placement in value.placements)
+    return Piece(local, tuple(value.shape), _offsets(value), is_replicated)
 
 
 def _offsets(shard: Any) -> tuple[int, ...]:

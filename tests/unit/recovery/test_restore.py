@@ -126,5 +126,5 @@ HALVES = [Holding({"weight": TensorSpec("float32", (2,))}, {"weight": ((row,), (
 )
 def test_all_places_are_named_from_which_the_pieces_come(answers: Any, origin: str) -> None:
     sources = [[Answer(*each) for each in of_source] for of_source in answers]
-    used = [sources[source][place] for source, places in enumerate(chosen(sources, (1, 8))[1]) for place in places]
+    used = [sources[source][place] for source, places in enumerate(chosen(sources, (1, 8))) for place in places]
     assert origin_of(used) == origin
