@@ -66,6 +66,7 @@ def decayed(
     in_after_step: bool = False,
     gathers: bool = False,
     has_state: bool = False,
+    factor: float = 0.9,
 ) -> None:
     """Train, and change the weights after each step as well, in the loop or in `after_step`, once a step.
 
@@ -75,6 +76,7 @@ def decayed(
         in_after_step: Whether the weights are changed in `after_step`.
         gathers: Whether the ranks meet before that.
         has_state: Whether the script has state of its own, and an `after_step` in any case.
+        factor: Factor of the weights.
     """
     model = run.model(network())
     run.optimizer(adamw(model))
@@ -86,7 +88,7 @@ def decayed(
             run.gather(0)
         with torch.no_grad():
             for parameter in model.parameters():
-                parameter.mul_(0.9)
+                parameter.mul_(factor)
 
     for step in run.steps(after_step=decay if in_after_step else (lambda *_: None) if has_state else None):
         for batch in step.batches():
@@ -102,6 +104,7 @@ SCRIPTS = {
     **FEATURES,
     "fp16 and lamb": replace(FP16, train=replace(FP16.train, optimize=of_name("lamb")), like=None),  # type: ignore[type-var]
     "decayed": Feature(decayed, {"sharding": ShardingSpec(3)}),
+    "not changed": Feature(partial(decayed, factor=1.0), {"sharding": ShardingSpec(3)}),
     "decayed in after_step": Feature(partial(decayed, in_after_step=True), {"sharding": ShardingSpec(3)}),
     "decayed after a gather": Feature(partial(decayed, gathers=True)),
     "decayed after a gather, with state": Feature(partial(decayed, gathers=True, has_state=True)),

@@ -64,12 +64,13 @@ def prepared(module):
 def train(run):
     original_steps, original_model = run.steps, run.model
     def steps(validate=None):
+        began = time.monotonic()
         for step in original_steps(validate=validate):
-            began = time.monotonic()
             before(step)
-            yield step
             if not Path({full_speed!r}).exists():
                 time.sleep(max(began + {pace_s} - time.monotonic(), 0.0))
+            began = time.monotonic()
+            yield step
     run.steps = steps
     run.model = lambda module: original_model(prepared(module))
     language_model.train(run)

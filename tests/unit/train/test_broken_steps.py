@@ -10,6 +10,7 @@ from features import numbers_of, origins_of
 from group_kit import SCRIPTS, Fault, Place, Workers
 
 from undula.parallel.spec import ShardingSpec
+from undula.plan.host_memory import UPDATES
 from undula.state.events import StartEvent
 from undula.state.ledger import events_of, read_ledger
 from undula.storage import Store
@@ -19,6 +20,8 @@ STAGE_3 = ["plain, sharded in stage 3", "fp16 and lamb"]
 """The second one needs other ranks for its norms, and skips steps."""
 CHANGED = ["decayed", "decayed in after_step"]
 """Scripts that change weights between two steps, which no record has."""
+NOT_CHANGED = "not changed"
+"""Script that changes no weights there, and whose ranks do not meet between two steps."""
 COMMITS_NOWHERE: list[Place] = ["before the reduction", "between reduction and commit", "inside the commit"]
 COMMITS: list[Place] = ["after its commit", "in the optimizer's step", "after the optimizer's step"]
 
@@ -30,7 +33,7 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, li
     numbers = {}
     with Workers(folder) as workers:
         worker = workers.start()
-        for place, name in enumerate((*STAGE_3, *CHANGED)):
+        for place, name in enumerate((*STAGE_3, *CHANGED, NOT_CHANGED)):
             whole = replace(SCRIPTS[name].job(folder / str(place)), sharding=ShardingSpec())
             (end,) = workers.train([worker], name, whole)
             assert end is not None
@@ -79,6 +82,21 @@ def test_a_rank_that_is_killed_costs_no_step(
     # The work of the script after the commit may not have ended, and this script does not repeat it.
     assert without(numbers_of(job), "logged.before") == without(expected[name], "logged.before")
     assert origins_of(job)[1] == "the memory of a worker and the memory of a node"
+
+
+@pytest.mark.parametrize(
+    ("place", "most"), [*((place, 0) for place in COMMITS_NOWHERE), *((place, UPDATES) for place in COMMITS)]
+)
+def test_only_a_rank_that_is_killed_between_a_commit_and_the_next_step_costs_steps(
+    place: Place, most: int, workers: Workers, tmp_path: Path, expected: dict[str, Any]
+) -> None:
+    job = SCRIPTS[NOT_CHANGED].job(tmp_path / "job")
+    members = [workers.start() for _ in range(3)]
+    ends = workers.train(members, NOT_CHANGED, job, fault=Fault(place, rank=1, step=7), every=UPDATES)
+    committed = max(end.committed for end in ends if end)
+    workers.train([members[0], members[2]], NOT_CHANGED, job, every=UPDATES)
+    assert committed - most <= starts_of(job)[-1] <= committed
+    assert numbers_of(job) == expected[NOT_CHANGED]
 
 
 @pytest.mark.parametrize("name", CHANGED)
