@@ -1,5 +1,6 @@
 """A sharded state of many tensors on many ranks, of which one is replaced, and what a rank decides by itself when they restore it."""
 
+import json
 import pickle
 from collections.abc import Sequence
 
@@ -10,6 +11,9 @@ from undula.recovery.moves import Move, Need, moves_to
 from undula.recovery.offers import Answer, Asked, Content, Described, chosen, combined, described, newest_complete
 from undula.recovery.restore import needs_of
 from undula.state.boxes import Box
+from undula.state.checkpoint_files import WrittenFile, entries_of
+from undula.state.commit import Commit
+from undula.state.extents import Extent
 from undula.state.pieces import Holding, Piece, TensorSpec, dtype_named
 
 SHAPES = ((4096, 1024), (1024, 4096), (1024,), (50_257, 1024), (3072, 1024))
@@ -48,6 +52,29 @@ def answers(own: Holding) -> list[Answer]:
     ]
 
 
+def committed(world_size: int, num_parameters: int) -> Commit:
+    """Return the description of a checkpoint of all ranks, as rank 0 makes it and others read it."""
+    files, names = [], {}
+    for rank in range(world_size):
+        own = holding(rank, world_size, num_parameters)
+        # Rank 0 writes what all ranks hold alike.
+        boxes = {name: box for name, box in own.boxes.items() if not rank or box[1]}
+        extent, names[extent.names] = Extent.of(Holding(own.expected, boxes))
+        files.append(WrittenFile(f"rank-{rank:05d}.safetensors", 1, "", extent))
+    entries = entries_of(own.expected, {}, names, files)
+    body = {"tensors": entries["tensors"], "chunks": entries["chunks"], "values": {}, "files": {}}
+    return Commit("checkpoints/step-00000001-a1", 1, "", **json.loads(json.dumps(body)))
+
+
+def wanted_pieces(rank: int, world_size: int, num_parameters: int) -> dict[str, Piece]:
+    """Return the pieces that a rank restores."""
+    own = holding(rank, world_size, num_parameters)
+    return {
+        name: Piece(torch.empty(box[1], device="meta"), own.expected[name].shape, box[0], False)
+        for name, box in own.boxes.items()
+    }
+
+
 def needs(rank: int, world_size: int, sent: Sequence[bytes], expected: Holding) -> tuple[list[Need], Asked]:
     """Return what one of `world_size` ranks needs of the others, given what all have sent, and a holding with all tensors."""
     found: list[Described] = [pickle.loads(each) for each in sent]
@@ -55,11 +82,7 @@ def needs(rank: int, world_size: int, sent: Sequence[bytes], expected: Holding) 
     age = newest_complete(asked.answers)
     numbers = chosen(asked.answers, age)
     used = [[of[number] for number in own] for of, own in zip(asked.answers, numbers, strict=True)]
-    wanted = holding(rank, world_size, len(expected.expected) // 4)
-    pieces = {
-        name: Piece(torch.empty(box[1], device="meta"), wanted.expected[name].shape, box[0], False)
-        for name, box in wanted.boxes.items()
-    }
+    pieces = wanted_pieces(rank, world_size, len(expected.expected) // 4)
     return needs_of(rank, pieces, Asked(used, asked.kinds), expected.expected), asked
 
 

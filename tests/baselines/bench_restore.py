@@ -20,7 +20,7 @@ from tests.baselines.result import print_and_write
 from undula.recovery.offers import described
 from undula.recovery.replica_store import Replica, ReplicaStore
 from undula.recovery.snapshot import FORMAT
-from undula.state.checkpoint_files import share_of
+from undula.state.checkpoint_files import share_of, wanted_chunks
 from undula.state.extents import Extent
 
 
@@ -52,9 +52,16 @@ def checkpoint(ranks: int, parameters: int) -> dict[str, float]:
     began = time.process_time()
     own, names = Extent.of(held[1])
     share_of(1, [pickle.loads(each) for each in sent], {own.names: names})
-    return {
+    found = {
         "seconds of a rank for a checkpoint": time.process_time() - began,
         "KiB that a rank gets for it": sum(map(len, sent)) / 2**10,
+    }
+    commit, pieces = many_ranks.committed(ranks, parameters), many_ranks.wanted_pieces(1, ranks - 1, parameters)
+    began = time.process_time()
+    wanted_chunks(commit, pieces)
+    return found | {
+        "KiB of a checkpoint's commit.json": len(json.dumps([commit.tensors, commit.chunks])) / 2**10,
+        "seconds until a rank knows what it reads": time.process_time() - began,
     }
 
 

@@ -12,20 +12,19 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from datetime import timedelta
 from functools import partial
-from typing import Any, TypeVar, cast
+from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
 
 from undula.errors import CheckpointError, StorageError, SupersededError, UndulaError
 from undula.state.attempts import EVERYTHING, Lineage, begin, read_lineage, require_newest
-from undula.state.boxes import Box
 from undula.state.checkpoint_files import (
     Entries,
     WrittenFile,
+    entries_of,
     read_pieces,
     share_of,
-    tensors_entry,
     tied_names,
     write_share,
 )
@@ -41,15 +40,12 @@ from undula.state.commit import (
     find_commits,
     step_of,
 )
-from undula.state.extents import Extent
+from undula.state.extents import Extent, Names
 from undula.state.goals import GoalSpec
-from undula.state.pieces import Holding, Piece, RankState, spec_of
+from undula.state.pieces import Holding, Piece, RankState, TensorSpec, spec_of
 from undula.state.retention import superseded
 from undula.state.room import size
 from undula.storage import Store
-
-Found = TypeVar("Found")
-
 
 SAVING = "undula: checkpoints"
 """Description of the process groups whose collectives run in a thread beside the training."""
@@ -122,7 +118,9 @@ class Checkpointer:
         began = time.monotonic()
         tied = tied_names(state.pieces)
         pieces = {name: piece for name, piece in state.pieces.items() if name not in tied}
-        share = {name: (_copied(pieces[name].tensor), pieces[name].box) for name in self._own_share(pieces)}
+        own, names = self._own_share(pieces)
+        share = {name: _copied(pieces[name].tensor) for name in own}
+        extent, _ = Extent.of(Holding(_specs(pieces), {name: pieces[name].box for name in own}))
         # The thread needs its own process group, because its collectives run in parallel with those of training. The group exists
         # only during the save, because gloo's threads poll a hundred times a second.
         self._saving_group = dist.new_group(backend="gloo", timeout=self._timeout, group_desc=SAVING)
@@ -131,15 +129,17 @@ class Checkpointer:
         self._saving_step = step
         self._is_abandoned = threading.Event()
         self._bytes = state.whole_bytes
-        entries = partial(tensors_entry, state.expected, tied)
-        write = partial(self._write, step, header, entries, share, self._saving_group, self._is_abandoned, began)
+        entries = partial(entries_of, state.expected, tied, names)
+        written = partial(
+            write_share, self._store, _folder(step, self._attempt), dist.get_rank(self._group), share, extent
+        )
+        write = partial(self._write, step, header, entries, written, self._saving_group, self._is_abandoned, began)
         self._saving = thread.submit(write)
         thread.shutdown(wait=False)
 
-    def _own_share(self, pieces: Mapping[str, Piece]) -> list[str]:
-        """Return the names of those pieces that this rank writes."""
-        specs = {name: spec_of(piece) for name, piece in pieces.items()}
-        own, names = Extent.of(Holding(specs, {name: piece.box for name, piece in pieces.items()}))
+    def _own_share(self, pieces: Mapping[str, Piece]) -> tuple[list[str], Names]:
+        """Return the names of those pieces that this rank writes, and the names of all ranks' pieces."""
+        own, names = Extent.of(Holding(_specs(pieces), {name: piece.box for name, piece in pieces.items()}))
         extents: list[Any] = [None] * dist.get_world_size(self._group)
         dist.all_gather_object(extents, own, group=self._group)
         known: list[Any] = [names]
@@ -147,23 +147,23 @@ class Checkpointer:
             known = [None] * len(extents)
             dist.all_gather_object(known, names, group=self._group)
         by_digest = {extent.names: each for extent, each in zip(extents, known, strict=False)}
-        return share_of(dist.get_rank(self._group), extents, by_digest)
+        return share_of(dist.get_rank(self._group), extents, by_digest), by_digest
 
     def _write(
         self,
         step: int,
         header: dict[str, Any],
         entries: Entries,
-        share: Mapping[str, tuple[Tensor, Box]],
+        write_own: Callable[[], WrittenFile | None],
         group: dist.ProcessGroup,
         is_abandoned: threading.Event,
         began: float,
     ) -> None:
         """Write this rank's share, and commit on rank 0 once all ranks have written theirs. A failure of one rank fails all ranks."""
-        rank, folder = dist.get_rank(group), f"{CHECKPOINTS}/step-{step:08d}-a{self._attempt}"
+        rank, folder = dist.get_rank(group), _folder(step, self._attempt)
         written: WrittenFile | Exception | None
         try:
-            written = write_share(self._store, folder, rank, share)
+            written = write_own()
         except Exception as error:
             written = error
         if is_abandoned.is_set():
@@ -198,7 +198,7 @@ class Checkpointer:
     ) -> None:
         body = {
             **header,
-            "tensors": entries(files),
+            **entries(files),
             "files": {file.name: {"bytes": file.bytes, "sha256": file.sha256} for file in files},
         }
         require_newest(self._store, self._attempt)
@@ -259,19 +259,22 @@ class Checkpointer:
             The checkpoint, or None if there is none, and a description of the damage of newer checkpoints, by folder.
         """
         rank, world_size = dist.get_rank(self._group), dist.get_world_size(self._group)
-        commits, unreadable = self._from_rank_0(lambda: find_commits(self._store, self._before))
-        damaged = dict(unreadable)
-        for commit in commits:
+        commits, unreadable = find_commits(self._store, self._before) if rank == 0 else ([], {})
+        count, damaged = self._from_rank_0((len(commits), unreadable))
+        newest = None
+        for number in range(count):
+            commit: Commit = self._from_rank_0(commits[number] if rank == 0 else None)
             names = sorted(commit.files)[rank::world_size]
             reads(commit.bytes)
             found: list[str | None] = [None] * world_size
             dist.all_gather_object(found, commit.damage(self._store, names), group=self._group)
             problems = [problem for problem in found if problem]
             if not problems:
+                newest = commit
                 break
             damaged[commit.folder] = problems[0]
         self._damaged = set(damaged)
-        return next((commit for commit in commits if commit.folder not in damaged), None), damaged
+        return newest, damaged
 
     def load(self, commit: Commit, targets: Mapping[str, Piece]) -> dict[str, Any]:
         """Fill pieces from a checkpoint, and return the values of its state that are not tensors.
@@ -332,10 +335,19 @@ class Checkpointer:
         self._remove(self._damaged)  # kept until now, when a newer checkpoint exists
         self._damaged = set()
 
-    def _from_rank_0(self, find: Callable[[], Found]) -> Found:
-        box: list[Any] = [find() if dist.get_rank(self._group) == 0 else None]
+    def _from_rank_0(self, value: Any) -> Any:
+        """Return the value that rank 0 passes, on all ranks."""
+        box = [value]
         dist.broadcast_object_list(box, group=self._group, group_src=0)
-        return cast(Found, box[0])
+        return box[0]
+
+
+def _folder(step: int, attempt: int) -> str:
+    return f"{CHECKPOINTS}/step-{step:08d}-a{attempt}"
+
+
+def _specs(pieces: Mapping[str, Piece]) -> dict[str, TensorSpec]:
+    return {name: spec_of(piece) for name, piece in pieces.items()}
 
 
 def _copied(tensor: Tensor) -> Tensor:

@@ -17,7 +17,7 @@ from undula.state.tensor_file import TensorFile, file_buffers
 from undula.storage import Store
 
 Entries: TypeAlias = "Callable[[Sequence[WrittenFile]], dict[str, Any]]"
-"""Function that returns the entry `tensors` of a `commit.json` for the files of all ranks."""
+"""Function that returns the entries `tensors` and `chunks` of a `commit.json` for the files of all ranks."""
 
 
 @dataclass(frozen=True)
@@ -27,8 +27,8 @@ class WrittenFile:
     name: str
     bytes: int
     sha256: str
-    chunks: Mapping[str, Box]
-    """Box of each tensor in the file, by name of the tensor."""
+    extent: Extent
+    """Extent of the pieces in the file."""
 
 
 def share_of(rank: int, extents: Sequence[Extent], names: Names) -> list[str]:
@@ -65,28 +65,31 @@ def share_of(rank: int, extents: Sequence[Extent], names: Names) -> list[str]:
     return own
 
 
-def write_share(store: Store, folder: str, rank: int, pieces: Mapping[str, tuple[Tensor, Box]]) -> WrittenFile | None:
+def write_share(
+    store: Store, folder: str, rank: int, tensors: Mapping[str, Tensor], extent: Extent
+) -> WrittenFile | None:
     """Write a rank's share of a checkpoint as one file.
 
     Args:
         store: Run directory.
         folder: Folder of the checkpoint in the run directory.
         rank: Number of the rank.
-        pieces: Elements in host memory and their box, by name of the tensor.
+        tensors: Elements of the pieces in host memory, by name.
+        extent: Extent of the pieces.
 
     Returns:
         Description of the file; None if the share is empty and no file was written.
     """
-    if not pieces:
+    if not tensors:
         return None
     name = f"rank-{rank:05d}.safetensors"
-    buffers = file_buffers({key: as_real(tensor) for key, (tensor, _) in pieces.items()})
+    buffers = file_buffers({key: as_real(tensor) for key, tensor in tensors.items()})
     store.write_buffers(f"{folder}/{name}", buffers)
     digest = sha256()
     for buffer in buffers:
         digest.update(buffer)
     num_bytes = sum(len(buffer) for buffer in buffers)
-    return WrittenFile(name, num_bytes, digest.hexdigest(), {key: box for key, (_, box) in pieces.items()})
+    return WrittenFile(name, num_bytes, digest.hexdigest(), extent)
 
 
 def tied_names(pieces: Mapping[str, Piece]) -> dict[str, str]:
@@ -109,35 +112,39 @@ def tied_names(pieces: Mapping[str, Piece]) -> dict[str, str]:
     return tied
 
 
-def tensors_entry(table: Table, tied: Mapping[str, str], files: Iterable[WrittenFile]) -> dict[str, Any]:
-    """Return the entry `tensors` of a `commit.json`: the dtype, the shape, the strides and the boxes of each tensor, by name.
+def entries_of(table: Table, tied: Mapping[str, str], names: Names, files: Sequence[WrittenFile]) -> dict[str, Any]:
+    """Return the entries `tensors` and `chunks` of a `commit.json`, as `Commit` has them.
 
     Args:
         table: Tensors of the state.
         tied: Names of tensors that are stored under another name only, with that name.
+        names: Names of the tensors in the files.
         files: Files of the ranks.
 
     Raises:
         CheckpointError: The files have a tensor that is not in the table, or only a part of a tensor.
     """
-    entry: dict[str, Any] = {
-        name: {"dtype": spec.dtype, "shape": spec.shape, "strides": spec.strides, "chunks": []}
-        for name, spec in table.items()
-    }
-    stored = {name: spec for name, spec in table.items() if name not in tied}
-    boxes: dict[str, list[Box]] = {}
     for file in files:
-        for name, (offsets, sizes) in file.chunks.items():
-            if name not in entry:
-                raise CheckpointError(
-                    f"{file.name} has {name!r}, which rank 0 lacks; all ranks must have the same state"
-                )
-            chunk = {"offsets": list(offsets), "sizes": list(sizes), "file": file.name, "key": name}
-            entry[name]["chunks"].append(chunk)
-            boxes.setdefault(name, []).append((offsets, sizes))
-    if lacking := incomplete(stored, boxes):
-        raise CheckpointError(f"the ranks do not hold all of {lacking!r}; together, they must hold the whole state")
-    return entry | {name: entry[first] for name, first in tied.items()}
+        if unknown := set(names[file.extent.names]) - set(table):
+            raise CheckpointError(
+                f"{file.name} has {min(unknown)!r}, which rank 0 lacks; all ranks must have the same state"
+            )
+    kinds = Kinds((file.extent for file in files), names)
+    boxes: dict[str, list[tuple[str, Box]]] = {}
+    for file in files:
+        for first, box in kinds.holding(file.extent).boxes.items():
+            boxes.setdefault(first, []).append((file.name, box))
+    chunks: dict[tuple[tuple[str, Box], ...], int] = {}
+    entry: dict[str, Any] = {}
+    for name, spec in table.items():
+        key = tied.get(name, name)
+        of_kind = boxes.get(kinds.first_of.get(key, ""), [])
+        place = tuple((file, box) for file, box in of_kind if elements(box))
+        if place not in chunks and incomplete({name: spec}, {name: [box for _, box in of_kind]}):
+            raise CheckpointError(f"the ranks do not hold all of {key!r}; together, they must hold the whole state")
+        number = chunks.setdefault(place, len(chunks))
+        entry[name] = {"dtype": spec.dtype, "shape": spec.shape, "strides": spec.strides, "key": key, "chunks": number}
+    return {"tensors": entry, "chunks": [[[file, *box] for file, box in place] for place in chunks]}
 
 
 def table_of(commit: Commit) -> dict[str, TensorSpec]:
@@ -156,22 +163,7 @@ def read_pieces(store: Store, commit: Commit, targets: Mapping[str, Piece]) -> N
     Raises:
         CheckpointError: The checkpoint lacks a tensor, has it with another shape, or has a file that cannot be loaded.
     """
-    wanted: dict[str, list[tuple[str, str, Box]]] = {}
-    for name, target in targets.items():
-        saved = commit.tensors.get(name)
-        if saved is None or tuple(saved["shape"]) != target.shape:
-            raise CheckpointError(
-                f"{commit.folder} is from another model or optimizer: it lacks {name!r} or has it with another shape"
-            )
-        missing = target.tensor.numel()
-        for chunk in saved["chunks"]:
-            box = tuple(chunk["offsets"]), tuple(chunk["sizes"])
-            if common := intersection(box, target.box):
-                wanted.setdefault(chunk["file"], []).append((name, chunk["key"], box))
-                missing -= elements(common)
-        if missing:
-            raise CheckpointError(f"{commit.folder} lacks a part of {name!r}; delete this checkpoint")
-    for file, chunks in sorted(wanted.items()):
+    for file, chunks in sorted(wanted_chunks(commit, targets).items()):
         try:
             source = TensorFile(store, f"{commit.folder}/{file}")
             for name, key, box in sorted(chunks, key=lambda chunk: source.position(chunk[1])):
@@ -180,3 +172,34 @@ def read_pieces(store: Store, commit: Commit, targets: Mapping[str, Piece]) -> N
                 copy_overlap(box, stored.view(box[1]), target)
         except (ValueError, KeyError, TypeError, RuntimeError) as error:
             raise CheckpointError(f"{store.url}/{commit.folder}/{file} cannot be loaded: {one_line(error)}") from error
+
+
+def wanted_chunks(commit: Commit, targets: Mapping[str, Piece]) -> dict[str, list[tuple[str, str, Box]]]:
+    """Return what each file of a checkpoint has of some pieces: the name of the piece, the key in the file, and the box that lies there.
+
+    Raises:
+        CheckpointError: The checkpoint lacks a tensor or a part of one, or has it with another shape.
+    """
+    wanted: dict[str, list[tuple[str, str, Box]]] = {}
+    overlaps: dict[tuple[int, Box], list[tuple[str, Box, int]]] = {}
+    for name, target in targets.items():
+        saved = commit.tensors.get(name)
+        if saved is None or tuple(saved["shape"]) != target.shape:
+            raise CheckpointError(
+                f"{commit.folder} is from another model or optimizer: it lacks {name!r} or has it with another shape"
+            )
+        place = saved["chunks"], target.box
+        if place not in overlaps:
+            overlaps[place] = _overlaps(commit.chunks[place[0]], target.box)
+        for file, box, _ in overlaps[place]:
+            wanted.setdefault(file, []).append((name, saved["key"], box))
+        if sum(count for *_, count in overlaps[place]) < target.tensor.numel():
+            raise CheckpointError(f"{commit.folder} lacks a part of {name!r}; delete this checkpoint")
+    return wanted
+
+
+def _overlaps(chunks: Iterable[Any], wanted: Box) -> list[tuple[str, Box, int]]:
+    """Return the file, the box and the number of common elements of each chunk that has a part of a box."""
+    boxes = ((file, (tuple(offsets), tuple(sizes))) for file, offsets, sizes in chunks)
+    common = ((file, box, intersection(box, wanted)) for file, box in boxes)
+    return [(file, box, elements(part)) for file, box, part in common if part]

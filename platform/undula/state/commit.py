@@ -14,7 +14,7 @@ from undula.storage import Store
 
 CHECKPOINTS = "checkpoints"
 COMMIT = "commit.json"
-FORMAT = 2
+FORMAT = 3
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,11 @@ class Commit:
     """Number of committed steps that the checkpoint includes."""
     plan_digest: str
     tensors: Mapping[str, Any]
-    """Tensors by name, each {"dtype", "shape", "strides", "chunks": [{"offsets", "sizes", "file", "key"}]}."""
+    """Tensors by name, each {"dtype", "shape", "strides", "key", "chunks"}: the name under which the files have it, and the number of the
+    entry of `chunks` that says where its elements lie."""
+    chunks: Sequence[Any]
+    """Places of elements, each a list [[file, offsets, sizes]]. Tensors that are sharded alike share one, so that the size of `commit.json`
+    does not follow the product of tensors and ranks."""
     values: Mapping[str, Any]
     """State other than tensors, by name."""
     files: Mapping[str, Any]
@@ -131,7 +135,9 @@ def _read_commit(store: Store, folder: str) -> Commit:
             f"{store.url}/{folder} has checkpoint format {body['format']}, but this version of Undula reads format {FORMAT}; "
             "use the version that wrote it, set another name, or start over with --fresh"
         )
-    return Commit(folder=folder, **{key: body[key] for key in ("step", "plan_digest", "tensors", "values", "files")})
+    return Commit(
+        folder=folder, **{key: body[key] for key in ("step", "plan_digest", "tensors", "chunks", "values", "files")}
+    )
 
 
 def _digest(body: Mapping[str, Any]) -> str:

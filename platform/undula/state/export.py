@@ -57,7 +57,7 @@ def export_weights(store: Store, out: Store, which: Which = "last", file_bytes: 
             raise CheckpointError(
                 f"{name.removeprefix(MODEL)!r} is complex, which Hugging Face's format cannot hold; use undula.load_weights"
             )
-    stored = {name: chunk["key"] for name in table for chunk in commit.tensors[name]["chunks"]}
+    stored = {name: commit.tensors[name]["key"] for name in table}
     tied = {name: first for name, first in stored.items() if first != name and first in table}
     table = {name: spec for name, spec in table.items() if name not in tied}
     parts = list(_parts(table, file_bytes))

@@ -8,6 +8,8 @@ import safetensors.torch
 import torch
 
 from undula.state.checkpoint_files import write_share
+from undula.state.extents import Extent
+from undula.state.pieces import Holding, rank_state
 from undula.state.tensor_file import SAFETENSORS_DTYPES, file_buffers
 from undula.storage import Store
 
@@ -44,9 +46,11 @@ def test_a_written_share_copies_no_tensor_and_has_its_checksum(tmp_path: Path) -
     tensor[0] = 7.0
     assert view[:4] == tensor[:1].numpy().tobytes()
     store = Store(str(tmp_path))
-    written = write_share(
-        store, "folder", 3, {"w": (tensor, ((0,), (12,))), "z": (torch.ones(2, dtype=torch.complex64), ((0,), (2,)))}
-    )
+    state = rank_state({"w": tensor, "z": torch.ones(2, dtype=torch.complex64)})
+    boxes = {name: piece.box for name, piece in state.pieces.items()}
+    extent, _ = Extent.of(Holding(state.expected, boxes))
+    written = write_share(store, "folder", 3, {name: piece.tensor for name, piece in state.pieces.items()}, extent)
     assert written is not None
+    assert written.extent == extent
     data = store.read(f"folder/{written.name}")
     assert (written.bytes, written.sha256) == (len(data), sha256(data).hexdigest())
