@@ -1,35 +1,58 @@
-"""The command `undula`. Each subcommand has a module of its own, which imports heavy modules only when the subcommand runs."""
+"""The command `undula`. Each subcommand has a module of its own, which imports heavy modules only when the subcommand runs.
+
+Other packages add commands by entry points in the group `undula.commands`.
+"""
 
 import sys
 from collections.abc import Sequence
 
 import click
 
-from undula.cli.bench import bench
-from undula.cli.build_horovod import build_horovod
-from undula.cli.chaos import chaos
-from undula.cli.cluster import cluster
-from undula.cli.compare import compare
-from undula.cli.convert import convert
-from undula.cli.data import data
-from undula.cli.doctor import doctor
-from undula.cli.export import export
-from undula.cli.jobs import logs, stop
-from undula.cli.ls import ls
-from undula.cli.options import Commands
-from undula.cli.plan import plan
-from undula.cli.report import report
-from undula.cli.run import run
-from undula.cli.schema import schema
-from undula.cli.show import show
-from undula.cli.spot import spot
-from undula.cli.study import study
-from undula.cli.verify import verify
+from undula import extensions
 from undula.errors import INTERRUPTED, TERMINATED, WRONG_INPUT, end_on_sigterm, one_sentence
 from undula.masking.output import mask_output
 
+GROUP = "undula.commands"
+"""Group of the entry points by which other packages add commands."""
+COMMANDS = {
+    "plan": "undula.cli.plan:plan",
+    "run": "undula.cli.run:run",
+    "logs": "undula.cli.jobs:logs",
+    "stop": "undula.cli.jobs:stop",
+    "data": "undula.cli.data:data",
+    "ls": "undula.cli.ls:ls",
+    "show": "undula.cli.show:show",
+    "verify": "undula.cli.verify:verify",
+    "report": "undula.cli.report:report",
+    "compare": "undula.cli.compare:compare",
+    "export": "undula.cli.export:export",
+    "convert": "undula.cli.convert:convert",
+    "study": "undula.cli.study:study",
+    "bench": "undula.cli.bench:bench",
+    "chaos": "undula.cli.chaos:chaos",
+    "cluster": "undula.cli.cluster:cluster",
+    "doctor": "undula.cli.doctor:doctor",
+    "spot": "undula.cli.spot:spot",
+    "build-horovod": "undula.cli.build_horovod:build_horovod",
+    "schema": "undula.cli.schema:schema",
+}
+"""The library's own commands, in the order in which they are listed."""
 
-@click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"]})
+
+class AllCommands(click.Group):
+    """Group of the library's own commands and of those of other packages. Each is imported when it is needed."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return extensions.names(GROUP, COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        command: click.Command | None = extensions.load(GROUP, COMMANDS, cmd_name)
+        if command is None:
+            self.commands = dict.fromkeys(self.list_commands(ctx), self)  # of whose names click suggests similar ones
+        return command
+
+
+@click.group(cls=AllCommands, context_settings={"help_option_names": ["-h", "--help"]})
 def cli() -> None:
     """Elastic training on Ray: nodes may come and go, and the trained model is that of a fixed cluster.
 
@@ -39,31 +62,6 @@ def cli() -> None:
       undula run jobs/language_model.yaml
       undula ls
     """
-
-
-for command in (
-    plan,
-    run,
-    logs,
-    stop,
-    data,
-    ls,
-    show,
-    verify,
-    report,
-    compare,
-    export,
-    convert,
-    study,
-    bench,
-    chaos,
-    cluster,
-    doctor,
-    spot,
-    build_horovod,
-    schema,
-):
-    cli.add_command(command)
 
 
 def main(argv: Sequence[str] | None = None) -> None:

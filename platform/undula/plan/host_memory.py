@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass
 from math import ceil
 
 from undula.plan.gpus import GIB
+from undula.plan.sizes import UPDATES
 
 WORKER_BYTES = 0.7 * GIB
 """Memory of a worker's process: with torch and Ray, but without the libraries of CUDA, which no measurement here has."""
@@ -22,8 +23,6 @@ HEAD_BYTES = 2.0 * GIB
 """Memory of Ray's own processes, the controller and the driver on the head."""
 SLOTS = 2
 """Number of snapshots that a host holds. One of them is whole while the other one is written."""
-UPDATES = 4
-"""Number of updates that workers of a sharded model keep beside their snapshots, if the job does not set how often these are taken."""
 WINDOWS_AHEAD = 2
 """Number of shuffle windows that a worker reads ahead: one is ready, and the next one is being made."""
 BATCHES = 3

@@ -10,12 +10,10 @@ from dataclasses import asdict, dataclass, fields, replace
 from functools import lru_cache
 
 from undula.plan.plan import PlanSpec
+from undula.plan.sizes import BUCKET_BYTES
 from undula.plan.tree import Fold, assign, roots
 from undula.plan.unit_pass import Mark, UnitCount, extrapolated_marks
 from undula.plan.work import Work
-
-BUCKET_BYTES = 25 * 2**20
-"""Maximum size of a bucket of gradients of several parameters."""
 
 
 @dataclass(frozen=True)

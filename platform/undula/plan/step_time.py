@@ -3,9 +3,10 @@
 from dataclasses import dataclass
 from math import ceil
 
-from undula.plan.memory import BUCKET_BYTES, Division, PassCount, StateCount
+from undula.plan.memory import Division, PassCount, StateCount
 from undula.plan.scaling import Link
 from undula.plan.sharded_time import copied_bytes, exchange_s
+from undula.plan.sizes import BUCKET_BYTES
 from undula.plan.tree import assign
 from undula.plan.work import DeviceRates
 

@@ -1,6 +1,7 @@
 """Tests of the command line as a whole: help, mistakes, overrides, and the search for runs."""
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -39,9 +40,17 @@ def commands(
 ) -> Iterator[tuple[tuple[str, ...], click.Command]]:
     """Yield every command below a group, with its name in full."""
     yield path, command
-    if isinstance(command, click.Group):
-        for name, subcommand in command.commands.items():
-            yield from commands(subcommand, (*path, name))
+    for name, subcommand in below(command).items():
+        yield from commands(subcommand, (*path, name))
+
+
+def below(command: click.Command) -> dict[str, click.Command]:
+    """Return the commands of a group by name; none for another command."""
+    if not isinstance(command, click.Group):
+        return {}
+    context = click.Context(command)
+    found = {name: command.get_command(context, name) for name in command.list_commands(context)}
+    return {name: each for name, each in found.items() if each}
 
 
 @pytest.mark.parametrize("path", [path for path, _ in commands()], ids=" ".join)
@@ -51,7 +60,7 @@ def test_every_command_and_option_has_help(undula: Command, path: tuple[str, ...
     assert shown.out.startswith("Usage: undula")
     command = dict(commands())[path]
     assert command.help
-    for name, subcommand in command.commands.items() if isinstance(command, click.Group) else ():
+    for name, subcommand in below(command).items():
         assert f"  {name}" in shown.out
         assert not subcommand.get_short_help_str(61).endswith("..."), "80 columns cut it off"
     assert all(option.help for option in command.params if isinstance(option, click.Option))
@@ -74,9 +83,50 @@ def test_data_index_says_how_many_files_it_skips(undula: Command, tmp_path: Path
 
 def test_the_command_line_starts_fast() -> None:
     """It imports nothing that only one command needs."""
-    check = "import sys, undula.cli.main; sys.exit(', '.join({'pydantic', 'numpy', 'rich', 'yaml'} & set(sys.modules)) or None)"
+    show = "from undula.cli.main import cli; cli(['--help'], standalone_mode=False)"
+    check = (
+        f"import sys; {show}; sys.exit(', '.join({{'pydantic', 'numpy', 'rich', 'yaml'}} & set(sys.modules)) or None)"
+    )
     done = subprocess.run([sys.executable, "-c", check], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+def test_a_run_imports_no_module_of_other_commands() -> None:
+    show = "from undula.cli.main import cli; cli(['run', '--help'], standalone_mode=False)"
+    check = f"import sys; {show}; print(*(name for name in sys.modules if name.startswith('undula.cli.')))"
+    done = subprocess.run([sys.executable, "-c", check], capture_output=True, text=True, check=True)
+    others = {"plan", "study", "show", "report", "doctor", "chaos", "bench", "convert"}
+    assert others.isdisjoint(name.removeprefix("undula.cli.") for name in done.stdout.split())
+
+
+@pytest.fixture
+def outside(tmp_path: Path) -> Path:
+    """Folder of an installed package that adds the commands `greet` and `broken`."""
+    (tmp_path / "outside.py").write_text(
+        "import click\n\n\n@click.command(short_help='Greet.')\ndef greet():\n    'Greet.'\n    click.echo('hello')\n"
+    )
+    metadata = tmp_path / "outside-1.0.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: outside\nVersion: 1.0\n")
+    entries = ("greet = outside:greet", "broken = nowhere:at_all", "run = outside:greet")
+    (metadata / "entry_points.txt").write_text("\n".join(["[undula.commands]", *entries]))
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("words", "status", "shown"),
+    [
+        (["greet"], 0, "hello\n"),
+        (["broken"], 2, "undula: 'broken', which outside adds to undula.commands, cannot be imported: No module named"),
+        (["run", "--help"], 0, "Usage: undula run [OPTIONS] JOB.yaml"),
+    ],
+)
+def test_another_package_adds_commands(outside: Path, words: list[str], status: int, shown: str) -> None:
+    path = f"{outside}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
+    command = [sys.executable, "-m", "undula.cli", *words]
+    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": path})
+    assert done.returncode == status
+    assert (done.stdout if status == 0 else done.stderr).startswith(shown)
 
 
 def test_what_submits_a_job_or_looks_at_a_study_is_loaded_without_ray() -> None:

@@ -10,7 +10,7 @@ from features import numbers_of, origins_of
 from group_kit import SCRIPTS, Fault, Place, Workers
 
 from undula.parallel.spec import ShardingSpec
-from undula.plan.host_memory import UPDATES
+from undula.plan.sizes import UPDATES
 from undula.state.events import StartEvent
 from undula.state.ledger import events_of, read_ledger
 from undula.storage import Store

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from undula.errors import UsageError
-from undula.plan.memory import BUCKET_BYTES
+from undula.plan.sizes import BUCKET_BYTES
 from undula.plan.tree import Fold, Node
 
 FIRST_BUCKET_BYTES = 2**20
