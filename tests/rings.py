@@ -74,7 +74,6 @@ CORE_TAKES = (
     ("undula.report.data.summary", "undula.report.data.estimates.Estimates"),
     ("undula.report.data.summary", "undula.report.data.estimates.estimates_of"),
     ("undula.telemetry.hub", "undula.telemetry.prometheus.RunMetrics"),
-    ("undula.telemetry.registry", "undula.telemetry.trackers"),
 )
 """What the core takes from satellites, as module and name. Each of these is a debt: the core cannot do without that satellite."""
 BUDGETS = {

@@ -1,24 +1,23 @@
-"""Registry of the library's trackers: one for each module of `undula.telemetry.trackers`, named after it, with that module's `ENTRY`."""
+"""Registry of trackers that a job asks for by a key: those of the library, and those that other packages add by entry points in the group
+`undula.trackers`. Each names an `Entry`."""
 
 from collections.abc import Mapping
 from dataclasses import make_dataclass
-from importlib import import_module
-from pkgutil import iter_modules
 from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import Field
 from pydantic.dataclasses import dataclass as checked_dataclass
 
+from undula import extensions
 from undula.errors import STRICT
-from undula.telemetry import trackers
 from undula.telemetry.tracker import Entry, LibraryTracker
 
 if TYPE_CHECKING:
     from undula.storage import Store
 
-ENTRIES: Mapping[str, Entry] = {
-    module.name: import_module(f"{trackers.__name__}.{module.name}").ENTRY for module in iter_modules(trackers.__path__)
-}
+GROUP = "undula.trackers"
+OWN = {name: f"undula.telemetry.trackers.{name}:ENTRY" for name in ("mlflow", "tensorboard", "wandb")}
+ENTRIES: Mapping[str, Entry] = {name: extensions.load(GROUP, OWN, name) for name in extensions.names(GROUP, OWN)}
 """Entries by key."""
 SETTINGS = {key: entry.settings for key, entry in ENTRIES.items() if entry.settings is not None}
 """Dataclasses of settings by key. A job asks for these trackers."""

@@ -92,7 +92,7 @@ class LibraryTracker(Tracker, Protocol):
 
 @dataclass(frozen=True)
 class Entry:
-    """What a module of `undula.telemetry.trackers` adds to the registry."""
+    """What a tracker adds to `undula.telemetry.registry`."""
 
     make: Callable[[Any, "Store"], LibraryTracker]
     """Callback that returns the tracker of a run, given its settings and the run directory."""

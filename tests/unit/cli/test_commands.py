@@ -1,7 +1,6 @@
 """Tests of the command line as a whole: help, mistakes, overrides, and the search for runs."""
 
 import json
-import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -13,6 +12,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from outside import installed
 from priced_run import write_priced_run
 from ray.job_submission import JobDetails, JobStatus, JobType
 
@@ -99,20 +99,6 @@ def test_a_run_imports_no_module_of_other_commands() -> None:
     assert others.isdisjoint(name.removeprefix("undula.cli.") for name in done.stdout.split())
 
 
-@pytest.fixture
-def outside(tmp_path: Path) -> Path:
-    """Folder of an installed package that adds the commands `greet` and `broken`."""
-    (tmp_path / "outside.py").write_text(
-        "import click\n\n\n@click.command(short_help='Greet.')\ndef greet():\n    'Greet.'\n    click.echo('hello')\n"
-    )
-    metadata = tmp_path / "outside-1.0.dist-info"
-    metadata.mkdir()
-    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: outside\nVersion: 1.0\n")
-    entries = ("greet = outside:greet", "broken = nowhere:at_all", "run = outside:greet")
-    (metadata / "entry_points.txt").write_text("\n".join(["[undula.commands]", *entries]))
-    return tmp_path
-
-
 @pytest.mark.parametrize(
     ("words", "status", "shown"),
     [
@@ -121,10 +107,13 @@ def outside(tmp_path: Path) -> Path:
         (["run", "--help"], 0, "Usage: undula run [OPTIONS] JOB.yaml"),
     ],
 )
-def test_another_package_adds_commands(outside: Path, words: list[str], status: int, shown: str) -> None:
-    path = f"{outside}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
-    command = [sys.executable, "-m", "undula.cli", *words]
-    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": path})
+def test_another_package_adds_commands(tmp_path: Path, words: list[str], status: int, shown: str) -> None:
+    source = (
+        "import click\n\n\n@click.command(short_help='Greet.')\ndef greet():\n    'Greet.'\n    click.echo('hello')\n"
+    )
+    commands = {"greet": "outside:greet", "broken": "nowhere:at_all", "run": "outside:greet"}
+    environment = installed(tmp_path, "outside", source, "undula.commands", **commands)
+    done = subprocess.run([sys.executable, "-m", "undula.cli", *words], capture_output=True, text=True, env=environment)
     assert done.returncode == status
     assert (done.stdout if status == 0 else done.stderr).startswith(shown)
 

@@ -1,4 +1,4 @@
-"""Tests of the registry of trackers: a tracker of the library is one module, and nothing else of the library knows it."""
+"""Tests of the registry of trackers: what a tracker needs is in one module, also in that of another package."""
 
 import json
 import re
@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from ledger_rows import Rows
+from outside import installed
 
 from undula.state.directory import JOB_FILE
 from undula.storage import Store
@@ -61,17 +62,13 @@ JOB = """
 import sys
 from pathlib import Path
 
-from undula.telemetry import trackers
-
-trackers.__path__.append(sys.argv[1])  # as if the module lay among those of the library
-
 from undula.cli.reference import markdown
 from undula.config.job import load_spec
 from undula.driver.trackers import checked_trackers, send_rest
 from undula.errors import SpecError
 from undula.storage import Store
 
-job, store, *settings = Path(sys.argv[2]), Store(sys.argv[3]), *sys.argv[4:]
+job, store, *settings = Path(sys.argv[1]), Store(sys.argv[2]), *sys.argv[3:]
 for setting in settings:
     try:
         loaded = load_spec(job, [setting])
@@ -85,7 +82,7 @@ print([line for line in markdown().splitlines() if "csv_file" in line])
 
 def test_a_module_is_all_that_a_tracker_needs(tmp_path: Path) -> None:
     """It brings its key, its settings with their checks and their documentation, its own checks, and its writer."""
-    (tmp_path / "csv_file.py").write_text(MODULE)
+    outside = installed(tmp_path, "csv_tracker", MODULE, "undula.trackers", csv_file="csv_tracker:ENTRY")
     job, store = tmp_path / "job.yaml", Store(str(tmp_path / "run"))
     job.write_text("name: run\ndata: {train: somewhere}\n")
     record = {"id": "0123abcd", "name": "run", "began": 0.0, "spec": {}, "plan_digest": 7}
@@ -97,12 +94,11 @@ def test_a_module_is_all_that_a_tracker_needs(tmp_path: Path) -> None:
         sys.executable,
         "-c",
         JOB,
-        str(tmp_path),
         str(job),
         store.url,
         *(f"trackers.{each}" for each in settings),
     ]
-    done = subprocess.run(command, capture_output=True, text=True)
+    done = subprocess.run(command, capture_output=True, text=True, env=outside)
     assert done.returncode == 0, done.stderr
     *answers, documentation = done.stdout.splitlines()
     assert answers == [
