@@ -37,8 +37,10 @@ LAYERS = (
     ("__init__",),
 )
 """Layers of packages and modules, lowest first. A layer may only import lower layers."""
-MOST_EDGES = 91
-"""Maximum number of pairs of packages of which one imports the other from modules of the core."""
+FLOOR = ("errors", "extensions")
+"""Modules that every package may use."""
+MOST_EDGES = 74
+"""Maximum number of pairs of packages of which one imports the other from modules of the core, without the modules of the floor."""
 LIBRARIES = {  # library -> packages that may import it
     "ray": {"data", "recovery", "telemetry", "elastic", "cluster", "driver", "study", "testing"},
     "torch": {
@@ -133,7 +135,7 @@ def test_imports_point_one_way(module: str) -> None:
 def test_few_packages_of_the_core_know_each_other() -> None:
     core = [module for module in NAMES if ring_of(module) == "core"]
     edges = {(owner(module), owner(name)) for module in core for name in own_imports(module, with_types=True)}
-    assert len({(one, other) for one, other in edges if one != other}) <= MOST_EDGES
+    assert len({(one, other) for one, other in edges if one != other and other not in FLOOR}) <= MOST_EDGES
 
 
 def test_imports_have_no_cycle() -> None:

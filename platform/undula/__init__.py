@@ -10,10 +10,10 @@ if TYPE_CHECKING:  # read below as well, so that each public name is written onc
     from undula.elastic.ray.trainer import ElasticHorovodTrainer as ElasticHorovodTrainer
     from undula.elastic.ray.trainer import ElasticTorchTrainer as ElasticTorchTrainer
     from undula.entry import main as main
-    from undula.entry import study_main as study_main
     from undula.optim.optimizers import OptimizerConfig as OptimizerConfig
     from undula.optim.optimizers import make_optimizer as make_optimizer
     from undula.state.weights import load_weights as load_weights
+    from undula.study.script import study_main as study_main
     from undula.telemetry.tracker import TrackedRun as TrackedRun
     from undula.telemetry.tracker import TrackedStep as TrackedStep
     from undula.telemetry.tracker import Tracker as Tracker

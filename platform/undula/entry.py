@@ -1,4 +1,4 @@
-"""Entry points of a job's script: `main` trains the job, and `study_main` conducts a study of the job."""
+"""Entry point of a job's script: `main` trains the job."""
 
 import argparse
 import sys
@@ -7,13 +7,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from undula.config.environment import with_secrets
-from undula.config.job import load_spec, script_of
+from undula.config.job import load_spec
 from undula.config.yaml_file import Setting
 from undula.driver.launchers import end_all_but_first
-from undula.driver.script import begin_call, note_begin, refuse_process_group, run_script
+from undula.driver.script import begin_call, note_begin, refuse_process_group
 from undula.errors import SpecError, end_on_sigterm, needs_extra, one_sentence
 from undula.masking.output import mask_output
-from undula.study.load import load_study
 from undula.telemetry.tracker import Tracker
 
 if TYPE_CHECKING:
@@ -103,28 +102,6 @@ def _main_on_cluster(
             smoke_job(loaded, train)
             return
         train_job(loaded, train, on_cluster(loaded, options.trainer), options.fresh, trackers)
-
-
-def study_main(argv: Sequence[str] | None = None) -> None:
-    """Conduct a study: run the script of its job, whose `main` then trains the study's trials.
-
-    The process exits with status 2 and a message of one sentence if the input is wrong.
-
-    Args:
-        argv: Command line, by default that of this process: STUDY.yaml [--fresh] [key=value ...]. The script must lie beside the job's
-            YAML and have the same name.
-    """
-    mask_output()
-    launch = end_all_but_first()
-    study, *rest = [*(sys.argv[1:] if argv is None else argv), ""]
-    with one_sentence():
-        if not study or study.startswith("-"):
-            raise SpecError("command line: the study is missing; give STUDY.yaml as the first argument")
-        if launch:
-            launch.require_cluster()
-        overrides = [argument for argument in rest if argument and not argument.startswith("-")]
-        script = script_of(load_study(Path(study), with_secrets(overrides)).file)
-        run_script(script, ["--study", study, *(argument for argument in rest if argument)])
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -5,19 +5,21 @@ The library's own parts come from tables in the same form, and not from its meta
 
 from collections.abc import Mapping
 from importlib.metadata import EntryPoint, entry_points
+from importlib.util import find_spec
 from typing import Any
 
 from undula.errors import SpecError, one_line
 
 
 def names(group: str, own: Mapping[str, str]) -> list[str]:
-    """Return the names of everything of a kind: first the library's own, and then what other packages add.
+    """Return the names of everything of a kind: first the library's own, as far as it is installed, and then what other packages add.
 
     Args:
         group: Kind, such as `undula.commands`, as packages name it in their metadata.
         own: The library's own, as `module:attribute` by name. No other package can replace it.
     """
-    return list(dict.fromkeys([*own, *sorted(entry_points(group=group).names)]))
+    installed = [name for name, value in own.items() if _is_installed(value.partition(":")[0])]
+    return list(dict.fromkeys([*installed, *sorted(entry_points(group=group).names)]))
 
 
 def load(group: str, own: Mapping[str, str], name: str) -> Any:
@@ -32,7 +34,14 @@ def load(group: str, own: Mapping[str, str], name: str) -> Any:
         SpecError: It cannot be imported.
     """
     if name in own:
-        return EntryPoint(name, own[name], group).load()
+        try:
+            return EntryPoint(name, own[name], group).load()
+        except ModuleNotFoundError as error:
+            if not str(error.name).startswith("undula."):
+                raise
+            raise SpecError(
+                f"{name!r} needs {error.name}, which this installation of Undula was made without; install all of it"
+            ) from error
     for entry in entry_points(group=group, name=name):
         package = entry.dist.name if entry.dist else "another package"
         try:
@@ -43,3 +52,10 @@ def load(group: str, own: Mapping[str, str], name: str) -> Any:
                 f"install what it needs, or uninstall {package}"
             ) from error
     return None
+
+
+def _is_installed(module: str) -> bool:
+    try:
+        return find_spec(module) is not None
+    except ModuleNotFoundError:  # nor is the package that it lies in
+        return False

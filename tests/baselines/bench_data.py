@@ -30,8 +30,8 @@ from tests.baselines.foreign_rate import rate
 from tests.baselines.result import print_and_write
 from tests.s3_server import client_env, moto_server
 from undula.cluster.local import local_cluster
-from undula.data.prepare.index import index
 from undula.data.prepare.write import array_column, array_field
+from undula.data.stored.index import index
 from undula.errors import needs_extra, one_sentence
 from undula.plan.plan import PlanSpec
 from undula.storage import Store, open_store

@@ -12,7 +12,7 @@ from jobs_kit import Jobs
 from s3_server import S3Proxy, moto_server, serving
 
 from undula.cluster.local import local_cluster
-from undula.data.prepare.index import index
+from undula.data.stored.index import index
 from undula.data.stored.manifest import load_manifest
 from undula.storage import open_store
 from undula.storage.s3 import forget_clients

@@ -110,7 +110,7 @@ def index(url: str, out: str | None, anonymous: bool, as_json: bool) -> None:
     Files are left out if their name, or that of a folder below URL, begins with `_` or `.`.
     """
     from undula.data.prepare.formats import partitions_of
-    from undula.data.prepare.index import index_files, list_to_index
+    from undula.data.stored.index import index_files, list_to_index
 
     listing = list_to_index(url, out, anonymous)
     with _progress(f"reading footers below {url}", len(listing.files)) as advance:

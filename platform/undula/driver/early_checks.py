@@ -8,8 +8,8 @@ from pathlib import Path
 
 from undula.config.job import LoadedSpec, changed_key
 from undula.data.planned import Data
-from undula.data.prepare.index import renew_copy
 from undula.data.script.indexed import IndexedData, recorded_data
+from undula.data.stored.index import renew_copy
 from undula.data.stored.manifest import difference, load_manifest
 from undula.data.stored.mixture import Mixture, StoredData, load_data
 from undula.errors import ManifestError, RunError, SpecError, StorageError

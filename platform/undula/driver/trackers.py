@@ -4,20 +4,17 @@ import json
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from textwrap import shorten
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from undula.cluster.prices import load_prices
+from undula import extensions
 from undula.config.job import LOGICAL, LoadedSpec
 from undula.config.yaml_file import flatten
-from undula.errors import SpecError, UndulaError
+from undula.errors import SpecError
 from undula.masking.values import mask
-from undula.report.data.cost import cost_of
-from undula.report.data.run_record import read_run
 from undula.state.directory import JOB_FILE
 from undula.state.events import (
     CheckpointEvent,
@@ -37,6 +34,9 @@ END_LIMIT_S, STOP_LIMIT_S = 30.0, 2.0
 """Maximum time in seconds to wait for trackers at the end of training, and when the job is stopped: Ray kills it after 3 s."""
 ROUTINE = {event.KIND for event in (CheckpointEvent, SnapshotEvent, ValidationEvent, LossEvent)}
 """Kinds of events that happen all the time. Trackers get their numbers, and the messages of the others."""
+TAGS = "undula.tags"
+"""Group of the entry points by which packages add tags: functions that return some, given the run directory."""
+OWN_TAGS = {"cost": "undula.cluster.cost_tag:cost_tag"}
 NEWEST_EVENTS = 20
 """Number of events whose messages trackers show."""
 
@@ -120,13 +120,15 @@ def tracked_run(record: Mapping[str, Any], store: Store) -> TrackedRun:
 
 
 def tags_of(record: Mapping[str, Any], store: Store, events: pa.Table) -> dict[str, str]:
-    """Return the tags of a run: settings that may change, the digest of its plan, its events, and its cost in US dollars if it is known.
+    """Return the tags of a run: settings that may change, the digest of its plan, its events, and what packages add, such as its cost.
 
     Args:
         record: The run's record in job.json.
         store: Run directory.
         events: Rows of the run's events.
     """
+    makers = [extensions.load(TAGS, OWN_TAGS, name) for name in extensions.names(TAGS, OWN_TAGS)]
+    further = {key: value for tags_from in makers for key, value in tags_from(store).items()}
     counts = Counter(events["kind"].to_pylist())
     routine = pa.array([kind in ROUTINE for kind in events["kind"].to_pylist()], pa.bool_())
     newest = events.filter(pc.invert(routine)).sort_by("time")[-NEWEST_EVENTS:]
@@ -138,7 +140,7 @@ def tags_of(record: Mapping[str, Any], store: Store, events: pa.Table) -> dict[s
         "undula.plan_digest": _text(record["plan_digest"]),
         **{f"undula.events.{kind}": str(count) for kind, count in counts.items()},
         "undula.events": "\n".join(messages),
-        **_cost(store),
+        **further,
     }
 
 
@@ -154,16 +156,6 @@ def unsent_steps(follower: Follower) -> str:
     why = f" ({problem_of(follower.problem)})" if follower.problem else ""
     lacks = "the run's newest steps" if follower.newest is None else f"the run's steps after step {follower.newest}"
     return f"the tracker {follower.name} lacks {lacks}, which could not be sent{why}; submit the job again to send them"
-
-
-def _cost(store: Store) -> dict[str, str]:
-    """Return the tag of a run's cost; empty if one of its machines has no price."""
-    with suppress(UndulaError):
-        prices = load_prices(None)
-        cost = cost_of(read_run(store), lambda events: prices)
-        if cost and not cost.unpriced:
-            return {"undula.cost_usd": f"{cost.total:.4f}"}
-    return {}
 
 
 def _shown(event: Event) -> str:

@@ -154,7 +154,7 @@ def test_only_a_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:
 
     def commit(**shapes: tuple[int, ...]) -> Commit:
         tensors = {MODEL + name: {"shape": shape} for name, shape in shapes.items()}
-        return Commit("checkpoints/step-1-a1", 1, "", tensors, {}, {})
+        return Commit("checkpoints/step-1-a1", 1, "", tensors, [], {}, {})
 
     check_model(model, loaded, commit(weight=(3, 2), bias=(3,)))
     with pytest.raises(CheckpointError, match=r"'weight' has shape \(3, 4\), but the model's has shape \(3, 2\)"):

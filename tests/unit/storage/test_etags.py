@@ -9,7 +9,7 @@ import pytest
 from s3_server import S3Proxy, Takes
 from storage_kit import used
 
-from undula.data.prepare.index import index
+from undula.data.stored.index import index
 from undula.data.stored.manifest import Manifest
 from undula.data.stored.shards import Shard
 from undula.errors import ManifestError, StorageError

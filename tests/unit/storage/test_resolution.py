@@ -12,7 +12,7 @@ import pytest
 from s3_server import PassOn, S3Proxy
 from storage_kit import CONFIG, ROLE, use_profile, used
 
-from undula.data.prepare.index import index
+from undula.data.stored.index import index
 from undula.data.stored.shards import Shard
 from undula.errors import StorageError
 from undula.storage import Store, open_store

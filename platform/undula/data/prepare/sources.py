@@ -9,9 +9,9 @@ import pyarrow as pa
 
 from undula.data.prepare.convert import converted, target_schema
 from undula.data.prepare.formats import Opener, TableFiles, open_arrow, open_parquet
-from undula.data.prepare.listing import PARQUET, is_hidden, refuse_tables
 from undula.data.prepare.text_files import open_csv, open_json
 from undula.data.prepare.webdataset import samples_in_tables
+from undula.data.stored.listing import PARQUET, is_hidden, refuse_tables
 from undula.errors import ManifestError
 from undula.storage import Entry, Store, open_store
 

@@ -13,8 +13,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from undula.data.prepare.index import index
-from undula.data.prepare.listing import PARQUET
+from undula.data.stored.index import index
+from undula.data.stored.listing import PARQUET
 from undula.data.stored.manifest import FORMER_NAME, MANIFEST_NAME, SHAPE_KEY, Manifest
 from undula.errors import ManifestError, StorageError, UndulaError
 from undula.storage import Store

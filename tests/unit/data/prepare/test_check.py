@@ -11,7 +11,7 @@ from data_sets import write_table
 
 from undula.data.prepare import check as module
 from undula.data.prepare.check import Finding, check
-from undula.data.prepare.index import index
+from undula.data.stored.index import index
 from undula.data.stored.manifest import load_manifest
 
 ROWS = 4000

@@ -15,7 +15,7 @@ import pytest
 from source_files import ROWS, TABLE, arrow, encrypted, refusal, rows, saved_to_disk, tar
 
 from undula.data.prepare import text_files
-from undula.data.prepare.index import index
+from undula.data.stored.index import index
 from undula.data.stored.shards import Shard
 from undula.errors import ManifestError
 from undula.storage import open_store

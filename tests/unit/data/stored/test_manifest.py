@@ -9,7 +9,7 @@ import pyarrow.parquet as pq
 import pytest
 from data_sets import write_table
 
-from undula.data.prepare.index import index
+from undula.data.stored.index import index
 from undula.data.stored.manifest import MANIFEST_NAME, Manifest, load_manifest
 from undula.errors import ManifestError
 from undula.storage import Store, open_store

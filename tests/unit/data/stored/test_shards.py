@@ -14,9 +14,9 @@ import pytest
 from data_sets import write_table
 from s3_server import Fault, S3Proxy, serving
 
-from undula.data.prepare.index import index
 from undula.data.stored import shards
 from undula.data.stored.cache import DiskCache
+from undula.data.stored.index import index
 from undula.data.stored.manifest import Manifest, load_manifest
 from undula.data.stored.shards import Shard
 from undula.errors import ManifestError, StorageError

@@ -7,8 +7,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from undula.data.prepare.index import index
 from undula.data.prepare.write import array_column, array_field
+from undula.data.stored.index import index
 from undula.data.stored.manifest import NUMBER_TYPES, Manifest
 from undula.data.stored.reads import WindowReads
 from undula.data.stored.shards import Shard

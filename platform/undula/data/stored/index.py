@@ -10,7 +10,7 @@ from hashlib import sha256
 
 import pyarrow as pa
 
-from undula.data.prepare.listing import Listing, list_data
+from undula.data.stored.listing import Listing, list_data
 from undula.data.stored.manifest import (
     Column,
     Manifest,

@@ -9,10 +9,10 @@ import pyarrow.parquet as pq
 import pytest
 from s3_server import S3Proxy
 
-from undula.data.prepare import index as indexing
-from undula.data.prepare.index import index, index_files, renew_copy
-from undula.data.prepare.listing import list_data
+from undula.data.stored import index as indexing
 from undula.data.stored import shards
+from undula.data.stored.index import index, index_files, renew_copy
+from undula.data.stored.listing import list_data
 from undula.data.stored.manifest import FORMER_NAME, MANIFEST_NAME, load_manifest
 from undula.errors import ManifestError
 from undula.storage import Store, open_store
