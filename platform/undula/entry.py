@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from undula import extensions
 from undula.config.environment import with_secrets
 from undula.config.job import load_spec
 from undula.config.yaml_file import Setting
@@ -19,6 +20,14 @@ if TYPE_CHECKING:
     from undula.driver.training import (
         TrainFunction,  # torch and Ray take seconds to import, and commands of a script need neither
     )
+
+INSTEAD = "undula.instead"
+OWN_INSTEAD = {
+    "study": "undula.study.conduct:conduct",
+    "count": "undula.driver.count_job:print_count",
+    "smoke": "undula.driver.smoke:smoke_job",
+}
+"""What a script can do with its job instead of training it, by the option that asks for it."""
 
 
 def main(
@@ -84,22 +93,15 @@ def _main_on_cluster(
         overrides = with_secrets(options.overrides)
         if options.study:
             with needs_extra("study"):
-                from undula.study.conduct import conduct
+                conduct = extensions.load(INSTEAD, OWN_INSTEAD, "study")
             conduct(train, config, options.study, overrides, options.fresh)
             return
         loaded = load_spec(options.config, overrides, config, settings=settings)
         if options.print:
             print(loaded.to_yaml(), end="")
             return
-        if options.count:
-            from undula.driver.count_job import print_count
-
-            print_count(loaded, train)
-            return
-        if options.smoke:
-            from undula.driver.smoke import smoke_job
-
-            smoke_job(loaded, train)
+        if name := "count" if options.count else "smoke" if options.smoke else "":
+            extensions.load(INSTEAD, OWN_INSTEAD, name)(loaded, train)
             return
         train_job(loaded, train, on_cluster(loaded, options.trainer), options.fresh, trackers)
 

@@ -24,7 +24,8 @@ import signal
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, ClassVar, NoReturn
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar, Literal, NoReturn
 
 if TYPE_CHECKING:
     from pydantic import ConfigDict
@@ -47,6 +48,16 @@ TESTED: Mapping[str, tuple[str, str]] = {
 """Oldest and newest minor version of each library whose private names Undula uses. `make versions` tests both."""
 _COMPROMISED = {(library, version) for library in ("pytorch-lightning", "lightning") for version in ("2.6.2", "2.6.3")}
 """Versions that an attacker has published."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """Problem that a command has found in a configuration, a cluster or a data set."""
+
+    severity: Literal["error", "warning"]
+    """An error costs money, data or security, or stops training. A warning costs speed or memory."""
+    message: str
+    """Sentence with the place, the problem and the fix."""
 
 
 class UndulaError(Exception):

@@ -10,12 +10,10 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from undula.errors import SpecError
+from undula.errors import Finding, SpecError
 from undula.state.defaults import DEFAULT_RUNS
 
 if TYPE_CHECKING:
-    from undula.cluster.node_types import Finding as ClusterFinding
-    from undula.data.prepare.check import Finding as DataFinding
     from undula.driver.submission import Mode
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -184,7 +182,7 @@ def print_json(document: object) -> None:
     click.echo(json.dumps(document, indent=1))
 
 
-def print_findings(findings: "Sequence[ClusterFinding | DataFinding]", as_json: bool) -> int:
+def print_findings(findings: Sequence[Finding], as_json: bool) -> int:
     """Print the problems that a check has found, and return the exit status of the command: 1 if one of them is an error."""
     if as_json:
         print_json([asdict(finding) for finding in findings])

@@ -3,9 +3,9 @@
 import json
 from typing import Any
 
+from undula import extensions
 from undula.config.job import JobSpec, json_schema
 from undula.parallel.capabilities import markdown_conflicts, markdown_table
-from undula.study.spec import StudySpec
 
 _INTRODUCTION = """# Configuration reference
 
@@ -32,10 +32,15 @@ they are listed below the table. A model whose frozen parameters are sparse or h
 needs no feature for them; if the script unfreezes or adds parameters later, the next step checks the model again."""
 
 
+def study_spec() -> Any:
+    """Return the dataclass of a study's settings."""
+    return extensions.load("undula.specs", {"study": "undula.study.spec:StudySpec"}, "study")
+
+
 def markdown() -> str:
     """Return the content of docs/configuration.md."""
     lines = [_INTRODUCTION]
-    for owner, text in ((JobSpec, "## A job"), (StudySpec, _STUDY)):
+    for owner, text in ((JobSpec, "## A job"), (study_spec(), _STUDY)):
         schema = json_schema(owner)
         lines += [text, "", "| key | accepts | default | meaning |", "|---|---|---|---|"]
         lines += [*_rows(schema, schema["$defs"], ""), ""]

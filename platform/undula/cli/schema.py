@@ -10,11 +10,10 @@ from undula.cli.options import print_json
 @click.option("--markdown", "as_markdown", is_flag=True, help="Print the reference of the keys of both in Markdown.")
 def schema(study: bool, as_markdown: bool) -> None:
     """Print the JSON schema of JOB.yaml, which editors use to complete and check its keys."""
-    from undula.cli.reference import markdown
+    from undula.cli.reference import markdown, study_spec
     from undula.config.job import JobSpec, json_schema
-    from undula.study.spec import StudySpec
 
     if as_markdown:
         click.echo(markdown(), nl=False)
     else:
-        print_json(json_schema(StudySpec if study else JobSpec))
+        print_json(json_schema(study_spec() if study else JobSpec))

@@ -14,9 +14,9 @@ from botocore.exceptions import BotoCoreError, ClientError
 from jsonschema import Draft7Validator
 
 from undula.cluster.job_fit import check_job
-from undula.cluster.node_types import Finding, NodeType, mapping_of, most_nodes, node_types
+from undula.cluster.node_types import NodeType, mapping_of, most_nodes, node_types
 from undula.elastic.pure.spec import WorkersSpec
-from undula.errors import SpecError, one_line
+from undula.errors import Finding, SpecError, one_line
 from undula.masking.values import mask
 from undula.plan.fleet import MACHINE, MARKET, ON_DEMAND, SPOT, TYPE
 

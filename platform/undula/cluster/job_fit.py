@@ -2,9 +2,10 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 
-from undula.cluster.node_types import Finding, NodeType
+from undula.cluster.node_types import NodeType
 from undula.elastic.pure.nodes import workers_that_fit
 from undula.elastic.pure.spec import WorkersSpec
+from undula.errors import Finding
 
 
 def check_job(types: Sequence[NodeType], workers: WorkersSpec, most_nodes: int) -> list[Finding]:

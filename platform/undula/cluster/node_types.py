@@ -2,17 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
-
-
-@dataclass(frozen=True)
-class Finding:
-    """Problem of a configuration."""
-
-    severity: Literal["error", "warning"]
-    """Severity of the problem: an error costs money, data or security; a warning costs speed."""
-    message: str
-    """Sentence with the place, the problem and the fix."""
+from typing import Any
 
 
 @dataclass(frozen=True)

@@ -1,15 +1,15 @@
 """Training of a job on workers of a Ray cluster."""
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from functools import partial
 from typing import Any
 
 from ray.train import TrainingFailedError
 
+from undula import extensions
 from undula.config.job import JobSpec, LoadedSpec
 from undula.driver.connection import connected, for_workers
-from undula.driver.estimate import estimating
 from undula.driver.kept_output import KeptOutput
 from undula.driver.launch import TrainerName, launch
 from undula.driver.preflight import Prepared, on_machines
@@ -24,6 +24,11 @@ from undula.state.ledger import EventWriter
 from undula.storage import Store
 from undula.telemetry.hub import HubPublisher, start_hub
 from undula.telemetry.live import live_view
+
+CHECKS = "undula.checks"
+"""Group of the entry points by which packages add checks of a job on its cluster, before a worker starts: functions of the job and of the
+data that its script gives. Each returns a context manager with a function as in `Place.checks`."""
+OWN_CHECKS = {"memory": "undula.driver.estimate:estimating"}
 
 
 def on_cluster(
@@ -41,13 +46,15 @@ def on_cluster(
         store = prepared.store
         with connected():
             loaded = on_machines(loaded, offers_gpus)
-            with estimating(loaded, prepared.script_data) as estimate:
+            with ExitStack() as beside:
+                makers = [extensions.load(CHECKS, OWN_CHECKS, name) for name in extensions.names(CHECKS, OWN_CHECKS)]
+                checks = [beside.enter_context(make(loaded, prepared.script_data)) for make in makers]
                 hub = start_hub(store)
                 output = KeptOutput(store)
                 try:
                     with live_view(hub, keep=output.add):
                         fit = partial(_fit, store, hub, trainer)
-                        yield Place(loaded, HubPublisher(hub), fit, estimate, output.finish)
+                        yield Place(loaded, HubPublisher(hub), fit, checks, output.finish)
                 finally:
                     output.finish()
 

@@ -36,8 +36,8 @@ class Place:
     """Function that shows messages to the user."""
     fit: Callable[[TrainFunction, LaunchSpec], str | None]
     """Function that trains, and returns the story of the failure if training failed."""
-    estimate: Callable[[], Event | None] = lambda: None
-    """Function that returns what a worker needs there by the counts of the script, and refuses a job that does not fit."""
+    checks: Sequence[Callable[[], Event | None]] = ()
+    """Functions that check the job for this place, and return what they have found for the ledger, or refuse the job."""
     keep: Callable[[str], None] = lambda _text: None
     """Function that keeps a text in the run directory, below what the workers have printed."""
 
@@ -72,13 +72,13 @@ def train_job(
     _print_early_end(prepared.plan)
     with held(store):
         with open_place(loaded, prepared) as place:
-            estimate = place.estimate()
+            found = [check() for check in place.checks]
             if fresh:
                 delete_run(store)
             spec = record_job(place.loaded, prepared.plan, store, prepared.script_data)
             record = EventRecorder(store, place.publish)
-            if estimate:
-                record(estimate)
+            for event in filter(None, found):
+                record(event)
             with Tracking(trackers, store, record) as tracking:
                 failure = place.fit(train, spec)
         _print_unsent(tracking.unsent)

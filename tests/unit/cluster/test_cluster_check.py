@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 
 from undula.cluster.check import check_cluster, load_cluster
-from undula.cluster.node_types import Finding, node_types
+from undula.cluster.node_types import node_types
 from undula.elastic.pure.spec import WorkersSpec
-from undula.errors import SpecError
+from undula.errors import Finding, SpecError
 from undula.plan.fleet import FleetSpec
 
 ROOT = Path(__file__).parents[3]

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 import numpy as np
 import pyarrow as pa
@@ -11,7 +10,7 @@ import pyarrow.parquet as pq
 
 from undula.data.stored.manifest import NUMBER_TYPES, TEXT_TYPES, Manifest
 from undula.data.stored.shards import Shard
-from undula.errors import UndulaError
+from undula.errors import Finding, UndulaError
 
 LARGE_BYTES = 128 * 2**20
 """Decoded size in bytes above which a row group counts as large: the share of one read task with the default `data.prefetch_mib` and
@@ -20,14 +19,6 @@ SMALL_BYTES = 256 * 2**10
 """Median encoded size in bytes below which row groups count as small, because requests then take longer than the transfer of the bytes."""
 SKEW = 4
 """Ratio of the largest to the median row group above which row groups count as uneven."""
-
-
-@dataclass(frozen=True)
-class Finding:
-    """Problem of a data set. An error stops training; a warning slows it down or costs memory."""
-
-    severity: Literal["error", "warning"]
-    message: str
 
 
 ORDERED = NUMBER_TYPES - {"halffloat"}

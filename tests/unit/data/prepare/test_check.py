@@ -10,9 +10,10 @@ import pytest
 from data_sets import write_table
 
 from undula.data.prepare import check as module
-from undula.data.prepare.check import Finding, check
+from undula.data.prepare.check import check
 from undula.data.stored.index import index
 from undula.data.stored.manifest import load_manifest
+from undula.errors import Finding
 
 ROWS = 4000
 TABLE = pa.table({"x": np.arange(ROWS), "y": np.linspace(0, 1, ROWS), "name": [f"row {row}" for row in range(ROWS)]})
