@@ -7,6 +7,7 @@ from types import ModuleType
 
 import pytest
 from numbers_job import write_numbers
+from outside import installed
 from priced_run import write_priced_run
 from torch import nn
 from trackers_kit import KeptTracker
@@ -154,6 +155,15 @@ def test_the_cost_of_a_run_is_a_tag_if_all_its_machines_have_prices(begun: Store
     other = Store(str(tmp_path / "unpriced"))
     write_priced_run(other, other=("unheard-of", "spot"))
     assert "undula.cost_usd" not in tags_of(record, other, read_ledger(other).events)
+
+
+def test_another_package_adds_tags(begun: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = "def team(store):\n    return {'team': 'vision', 'folder': store.url}\n"
+    (tmp_path / "package").mkdir()
+    installed(tmp_path / "package", "tags_of_a_team", source, "undula.tags", team="tags_of_a_team:team")
+    monkeypatch.syspath_prepend(tmp_path / "package")
+    tags = tags_of(job_record(begun), begun, read_ledger(begun).events)
+    assert (tags["team"], tags["folder"]) == ("vision", begun.url)
 
 
 def test_an_error_is_shown_in_one_line_and_without_secrets() -> None:
