@@ -22,6 +22,7 @@ from undula.telemetry.reporter import Telemetry
 from undula.train.arithmetic import STATE, Arithmetic, difference
 from undula.train.given import Given
 from undula.train.loss_scale import LONG_SKIPPED_STEPS
+from undula.train.repeated_steps import RepeatedSteps
 from undula.train.setup import RunSetup
 from undula.train.step_reduction import StepTotals
 
@@ -54,6 +55,7 @@ class Attempt:
         self._has_overflowed = False
         """Whether the attempt has reported that the compression of gradients may have made them infinite."""
         self._has_ended = False
+        self._repeated: RepeatedSteps | None = None
         self._num_commits = 0
         """Number of steps that this attempt has committed."""
         self.committed: int | None = None
@@ -84,8 +86,11 @@ class Attempt:
             StartEvent(world_size, setup.attempt, origin, cells, *bits, cores=_usable_cores(), step=restored.step)
         )
 
-    def compare_ranks(self, own: Arithmetic, restored: Restored, given: Given) -> None:
+    def compare_ranks(self, own: Arithmetic, restored: Restored, given: Given) -> bool:
         """Warn if the ranks, or the group that computed the restored state, may produce other bits for the same computation.
+
+        Returns:
+            Whether they produce the same bits.
 
         Raises:
             UsageError: The script has given other settings on one rank than on another.
@@ -103,6 +108,13 @@ class Attempt:
             gap = difference([restored.values[STATE], own], ("in the restored state", "now"))
         if gap:
             self.report(WarningEvent("mixed_machines", gap))
+        return gap is None
+
+    def compare_repeated(self) -> None:
+        """Compare the steps that follow with those that earlier attempts have committed. Their losses must be the same."""
+        if self.telemetry:
+            assert self.committed is not None
+            self._repeated = RepeatedSteps(self._setup.store, self._setup.before, self.committed)
 
     def report(self, event: Event) -> None:
         """Report an event of the run. Only the events of rank 0 reach the ledger."""
@@ -153,6 +165,8 @@ class Attempt:
         self.step_s = row.seconds
         if self.telemetry:
             self.telemetry.step(row)
+        if self._repeated and (gap := self._repeated.difference(row)):
+            self.report(WarningEvent("repeated_steps_differ", gap, step=step.done))
         self._num_commits += 1
         if self._num_commits == MEASURED_STEPS:
             self._report_memory(step.done)

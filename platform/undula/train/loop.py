@@ -203,7 +203,10 @@ class TrainingLoop:
             attempt.telemetry.export_means(self._results.means)
         if change:
             attempt.report(change)
-        attempt.compare_ranks(self._arithmetic, restored, parts.given)
+        is_same = attempt.compare_ranks(self._arithmetic, restored, parts.given)
+        is_fixed = self._setup.plan.spec.batch == "fixed" and not changes
+        if is_exact and is_same and is_fixed and self._setup.before.newest:
+            attempt.compare_repeated()
         for warning in (*changes, *parts.warnings(start)):
             attempt.report(warning)
         self.saver.begin(restored)

@@ -334,6 +334,7 @@ WarningCode = Literal[
     "no_replicas", "state_at_risk", "no_validation", "no_validation_data", "batch_rule", "other_rates", "mixed_machines",
     "gradient_overflow", "no_finite_gradients", "non_finite_gradient", "node_refused", "unfinished_work", "sync_batch_norm",
     "state_beside_model", "buffer_not_saved", "settings_taken", "settings_kept", "state_in_script",
+    "repeated_steps_differ",
 ]  # fmt: skip
 _WARNINGS: Mapping[WarningCode, str] = {
     "checkpoint_skipped": "A damaged checkpoint is not used: {detail}.",
@@ -359,6 +360,10 @@ _WARNINGS: Mapping[WarningCode, str] = {
     "state_in_script": "The script's variable {detail} had changed from step to step, and has begun anew with this group of workers: "
     "validations and later steps that read it differ from those of a run without interruptions; keep it with run.state(), or in a buffer "
     "of the model.",
+    "repeated_steps_differ": "A step that the run repeats has another loss than before, so that the run is not that of a fixed cluster: "
+    "{detail}. Either the script, its data, its settings or the kind of machine has changed, or something begins anew that the script "
+    "keeps itself, such as random numbers, counts, or attributes of its dataset, its model or its optimizer; keep it with run.state(), "
+    "in a buffer of the model or in the state of the optimizer.",
     "unfinished_work": "The state after step {detail} is not used, because the group ended while the script worked after step.update() "
     "or had other weights in the model; the run resumes from an older state. With run.state(), a script can repeat such work.",
     "no_validation": "Nothing is validated: there are validation data, but run.steps() was called without validate=; pass validate=.",
