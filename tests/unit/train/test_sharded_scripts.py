@@ -125,6 +125,18 @@ def assign_gathered(model: Any, step: Step) -> None:
     model.first.weight.data = model.first.weight.data * 0.5
 
 
+def freeze_in_turn(model: Any, step: Step) -> None:
+    assert step.micro_batch is not None
+    model.blocks[0][0].weight.requires_grad_(step.micro_batch.number == 0)
+
+
+def freeze_one_or_the_other(model: Any, step: Step) -> None:
+    """Freeze one of two weights of a unit that have the same number of elements."""
+    assert step.micro_batch is not None
+    model.blocks[0][0].weight.requires_grad_(step.micro_batch.number == 0)
+    model.blocks[0][2].weight.requires_grad_(step.micro_batch.number != 0)
+
+
 def tie(model: Any) -> None:
     model.blocks[0][0].bias.data = model.blocks[1][0].bias.data
 
@@ -181,6 +193,14 @@ REFUSED: dict[str, tuple[Script, str]] = {
     "weights that are to share memory": (
         Script(placed=tie),
         "assigned the data of one sharded parameter to another one",
+    ),
+    "a weight that is frozen for a batch": (
+        Script(in_batch=freeze_in_turn),
+        "requires_grad of a parameter of a sharded model was changed between the batches of a step",
+    ),
+    "one of two weights that is frozen for a batch": (
+        Script(in_batch=freeze_one_or_the_other),
+        "requires_grad of a parameter of a sharded model was changed between the batches of a step",
     ),
     "a change of a gathered weight": (
         Script(in_batch=change_gathered),

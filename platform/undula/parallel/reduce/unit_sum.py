@@ -123,7 +123,11 @@ class UnitSum:
         return leaf.to(self._sent_as)
 
     def _add_to_leaf(self, flat: Tensor) -> None:
-        assert len(flat) == self._length
+        if len(flat) != self._length:
+            raise UsageError(
+                "requires_grad of a parameter of a sharded model was changed between the batches of a step; call requires_grad_() before "
+                "step.batches() or after step.update(), or set sharding.stage=0"
+            )
         if self._counts:
             self._leaf = _summed(self._leaf, flat)
 
