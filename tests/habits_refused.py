@@ -49,6 +49,13 @@ class ZeroesByHand(Habit):
             parameter.grad.zero_()
 
 
+@refused("parameters frozen or unfrozen in a batch", "requires_grad of a parameter")
+class FreezesInBatch(Habit):
+    def loss(self, x: Tensor) -> Tensor:
+        self.model[0].requires_grad_(False)
+        return super().loss(x)
+
+
 @refused("`loss.backward()` of another loss in a batch", "loss.backward() was called in step 0")
 class Auxiliary(Habit):
     def before_backward(self, loss: Tensor) -> None:

@@ -39,6 +39,8 @@ class ScriptGuard:
         self._relocated = {id(parameter) for part in recurrent for parameter in part.parameters()}
         self._versions: dict[nn.Parameter, int] = {}
         """Number of changes in place of each parameter that torch had counted at the first batch."""
+        self._trains: dict[nn.Parameter, bool] = {}
+        """Whether each parameter of a whole model trains in the step."""
         self._forms = [_form(parameter) for parameter in engine.parameters]
         self._collectives = ScriptCollectives(lambda: engine.num_begun)
         self._step = 0
@@ -71,13 +73,26 @@ class ScriptGuard:
         is_sharded = bool(parameters) and is_sharded_tensor(parameters[0])
         counted = [parameter for parameter in parameters if not is_sharded and id(parameter) not in self._relocated]
         self._versions = {parameter: parameter._version for parameter in counted}
+        trained = [] if is_sharded else self._engine.module.parameters()
+        self._trains = {parameter: parameter.requires_grad for parameter in trained}
 
     def begin_batch(self) -> None:
         self._gradients.hold(after_backward=False)
         self._collectives.begin_batch()
 
     def before_backward(self) -> None:
+        """Check the script before a backward pass.
+
+        Raises:
+            UsageError: It has begun a collective, or has frozen a parameter in this step.
+        """
         self._require_no_collectives()
+        # Ranks that train other parameters than others would send gradients of other sizes. Sums of shards check this themselves.
+        if any(parameter.requires_grad != trains for parameter, trains in self._trains.items()):
+            raise UsageError(
+                "requires_grad of a parameter was changed between step.batches() and step.backward(), but all workers must train the same "
+                "parameters in a step; call requires_grad_() before step.batches() or after step.update()"
+            )
         self._gradients.release(after_backward=False)
 
     def after_backward(self) -> None:
