@@ -73,7 +73,7 @@ CORE_TAKES = (
 BUDGETS = {
     "adapters": 3130,
     "convert": 710,
-    "core": 26410,
+    "core": 26420,
     "horovod": 350,
     "lab": 2740,
     "operations": 1330,
