@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     )
 
 INSTEAD = "undula.instead"
+"""Name of this table in messages. No other package adds to it, because each entry has an option of its own."""
 OWN_INSTEAD = {
     "study": "undula.study.conduct:conduct",
     "count": "undula.driver.count_job:print_count",

@@ -28,11 +28,13 @@ class ScriptPlace:
     @classmethod
     def noted_in(cls, folder: Path | None) -> "ScriptPlace | None":
         """Return the place that a rank has noted in its folder in the memory of this node; None if it has noted none."""
+        if folder is None:
+            return None
         try:
-            step, place, changes = _FIELDS.unpack((folder / PLACE).read_bytes()) if folder else (-1, 0, 0)
+            step, place, changes = _FIELDS.unpack((folder / PLACE).read_bytes())
         except (OSError, struct.error):
             return None
-        return cls(step, Work(place, changes)) if folder else None
+        return cls(step, Work(place, changes))
 
 
 class PlaceFile:

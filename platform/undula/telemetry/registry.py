@@ -1,5 +1,8 @@
-"""Registry of trackers that a job asks for by a key: those of the library, and those that other packages add by entry points in the group
-`undula.trackers`. Each names an `Entry`."""
+"""Registry of the trackers that a job can ask for, each by its key below `trackers`.
+
+Beside those of the library, these are the trackers of other packages, each of which adds an `Entry` by an entry point in the group
+`undula.trackers`.
+"""
 
 from collections.abc import Mapping
 from dataclasses import make_dataclass

@@ -111,7 +111,7 @@ class Attempt:
         return gap is None
 
     def compare_repeated(self) -> None:
-        """Compare the steps that follow with those that earlier attempts have committed. Their losses must be the same."""
+        """Compare the losses of the following steps with those of earlier attempts from now on, because they must be the same."""
         if self.telemetry:
             assert self.committed is not None
             self._repeated = RepeatedSteps(self._setup.store, self._setup.before, self.committed)
@@ -165,11 +165,15 @@ class Attempt:
         self.step_s = row.seconds
         if self.telemetry:
             self.telemetry.step(row)
-        if self._repeated and (gap := self._repeated.difference(row)):
-            self.report(WarningEvent("repeated_steps_differ", gap, step=step.done))
+        self._report_gap(self._repeated.difference(row) if self._repeated else None, step.done)
         self._num_commits += 1
         if self._num_commits == MEASURED_STEPS:
             self._report_memory(step.done)
+
+    def _report_gap(self, gap: str | None, done: int) -> None:
+        """Report how a repeated step differs from what it was before, if it does."""
+        if gap:
+            self.report(WarningEvent("repeated_steps_differ", gap, step=done))
 
     def _report_memory(self, done: int) -> None:
         """Report the peak memory of this rank, with a GPU or in a smoke test."""
@@ -215,6 +219,7 @@ class Attempt:
     def end(self, reason: str) -> None:
         """Report the end of the run after the last step, or for a reason before it."""
         self._has_ended = True
+        self._report_gap(self._repeated.last_difference() if self._repeated else None, self.committed or 0)
         self.report(EndEvent(reason, step=self.committed or 0))
 
     def require_end(self) -> None:

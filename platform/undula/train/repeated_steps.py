@@ -19,12 +19,16 @@ from undula.storage import Store
 COLUMNS = "attempt", "step", "loss"
 MOST_BYTES = 32 * 2**20
 """Maximum size of the files of the ledger that are read for the comparison, the newest of them."""
-WAITING, READING_S = 2, 5.0
-"""Number of steps after which the training waits for the losses of before, and for how many seconds at most."""
+MOST_WAITING = 1000
+"""Maximum number of steps that wait for the losses of before, after which they are not compared."""
+READING_S = 5.0
+"""Maximum time in seconds for which the end of a run waits for these losses."""
 
 
 class RepeatedSteps:
-    """Compares the steps of an attempt with those that earlier ones have committed. A thread reads these meanwhile.
+    """Compares the losses of an attempt's steps with those that the ledger has of the same steps, from earlier attempts.
+
+    A thread reads the ledger, so that no step waits for it.
 
     Args:
         store: Run directory.
@@ -42,10 +46,18 @@ class RepeatedSteps:
         self._reader.start()
 
     def difference(self, row: StepRow) -> str | None:
-        """Return how a step differs from the same one of before, given another step of this attempt; None if none is known to differ."""
+        """Return how a step of this attempt differs from the same one of before, given the next step; None if none is known to differ."""
         self._own.append(row)
-        if len(self._own) == WAITING:
-            self._reader.join(READING_S)
+        if len(self._own) > MOST_WAITING:
+            self._own, self._former = [], {}
+        return self._compared()
+
+    def last_difference(self) -> str | None:
+        """Return the same at the end of the run."""
+        self._reader.join(READING_S)
+        return self._compared()
+
+    def _compared(self) -> str | None:
         former = self._former
         if former is None:
             return None

@@ -196,11 +196,11 @@ REFUSED: dict[str, tuple[Script, str]] = {
     ),
     "a weight that is frozen for a batch": (
         Script(in_batch=freeze_in_turn),
-        "requires_grad of a parameter of a sharded model was changed between the batches of a step",
+        "requires_grad of a parameter of a sharded model was changed between step.batches()",
     ),
     "one of two weights that is frozen for a batch": (
         Script(in_batch=freeze_one_or_the_other),
-        "requires_grad of a parameter of a sharded model was changed between the batches of a step",
+        "requires_grad of a parameter of a sharded model was changed between step.batches()",
     ),
     "a change of a gathered weight": (
         Script(in_batch=change_gathered),

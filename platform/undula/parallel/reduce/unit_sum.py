@@ -125,8 +125,8 @@ class UnitSum:
     def _add_to_leaf(self, flat: Tensor) -> None:
         if len(flat) != self._length:
             raise UsageError(
-                "requires_grad of a parameter of a sharded model was changed between the batches of a step; call requires_grad_() before "
-                "step.batches() or after step.update(), or set sharding.stage=0"
+                "requires_grad of a parameter of a sharded model was changed between step.batches() and step.backward(), but all workers "
+                "must train the same parameters in a step; call requires_grad_() before step.batches() or after step.update()"
             )
         if self._counts:
             self._leaf = _summed(self._leaf, flat)
