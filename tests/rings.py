@@ -12,7 +12,7 @@ from pathlib import Path
 
 PACKAGE = Path(__file__).parents[1] / "platform" / "undula"
 SATELLITES = {
-    "adapters": ("adapters",),
+    "adapters": ("adapters", "train.whole_weights"),
     "convert": ("cli.convert", "config.deepspeed"),
     "horovod": (
         *("cli.build_horovod", "cluster.build_horovod", "elastic.ray.horovod", "elastic.rendezvous"),
@@ -24,8 +24,8 @@ SATELLITES = {
     ),
     "operations": (
         *("cli.cluster", "cli.doctor", "cli.spot", "cluster.check", "cluster.doctor", "cluster.examine"),
-        *("cluster.facts", "cluster.job_fit", "cluster.node_types", "cluster.probe"),
-        *("cluster.worker_check", "testing.market"),
+        *("cluster.facts", "cluster.job_fit", "cluster.node_types", "cluster.notices", "cluster.probe"),
+        *("cluster.watcher", "cluster.worker_check", "testing.market"),
     ),
     "optimizers": ("optim",),
     "pages": (
@@ -40,6 +40,7 @@ SATELLITES = {
             "cluster.cost_tag",
             "cluster.price_file",
             "cluster.prices",
+            "config.yaml_edit",
             "driver.count_job",
         ),
         *("driver.count_process", "driver.estimate", "driver.gpt_job", "driver.measure", "driver.plan_host"),
@@ -71,15 +72,15 @@ CORE_TAKES = (
 )
 """What the core takes from satellites, as module and name. Each of these is a debt: the core cannot do without that satellite."""
 BUDGETS = {
-    "adapters": 3130,
+    "adapters": 3220,
     "convert": 710,
-    "core": 26420,
+    "core": 26040,
     "horovod": 350,
     "lab": 2740,
-    "operations": 1330,
+    "operations": 1650,
     "optimizers": 230,
     "pages": 1560,
-    "planning": 4100,
+    "planning": 4165,
     "preparation": 1150,
     "studies": 3760,
     "trackers": 320,

@@ -124,7 +124,14 @@ def test_a_collective_of_one_rank_alone_ends_the_job_with_the_calls_and_lines(
     session_jobs: Jobs, tmp_path: Path
 ) -> None:
     """Without a limit of its own, a group that hangs in a step would be ended only later, and the next one would hang again."""
-    script, text = tmp_path / "alone.py", UNMATCHED.replace(" and not marker.exists()", "")
+    before = "            dist.barrier()\n        step.update()\n"
+    alone = UNMATCHED.replace(before, before.replace("        step.update()\n", "")).replace(
+        " and not marker.exists()", ""
+    )
+    script, text = (
+        tmp_path / "alone.py",
+        alone.replace("        if step.index == 3", "        step.update()\n        if step.index == 3"),
+    )
     script.write_text(text)
     script.with_suffix(".yaml").write_text(
         "name: alone\ndata: {train: x}\nplan: {virtual_workers: 2, global_batch: 8, max_steps: 8}\n"

@@ -25,6 +25,8 @@ from undula.train.script_file import ScriptFile
 POLL_S = 0.05
 CONNECT_TIMEOUT_S = 10.0
 """Maximum time in seconds to reach the cluster's address."""
+SET_TOKEN = "set RAY_AUTH_MODE=token, and RAY_AUTH_TOKEN_PATH to the file of its token"
+"""Fix where a cluster rejects a command without its token, for messages."""
 
 
 @contextmanager
@@ -59,9 +61,12 @@ def connected() -> Iterator[None]:
                     runtime_env={"env_vars": variables} if variables else None,
                 )
         except (OSError, ray.exceptions.RayError) as error:
-            where = address or "on this machine"
+            where, token = address or "on this machine", ""
+            if os.environ.get("RAY_AUTH_MODE") != "token":
+                token = f"; if the cluster wants a token, {SET_TOKEN}"
             raise ClusterError(
-                f"cannot connect to the Ray cluster {where}: {one_line(error)}; check that it is up and that RAY_ADDRESS is correct"
+                f"cannot connect to the Ray cluster {where}: {one_line(error)}; check that it is up and that RAY_ADDRESS is "
+                f"correct{token}"
             ) from error
         stop_error_messages()
     elif names := private_environment.names_for_workers():

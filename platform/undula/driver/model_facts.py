@@ -32,6 +32,7 @@ from undula.state.model_state import Shapes, keep_names, model_shapes
 from undula.state.pieces import is_sharded
 from undula.train.job import Job
 from undula.train.launched_habits import refusal_of
+from undula.train.model import problem_of_lazy_parameters
 from undula.train.run import Run
 from undula.train.script_source import code_of, refuse_number_of_workers_in_loops
 from undula.train.session import Check, Kept, Maps
@@ -191,6 +192,9 @@ class _Probe:
     def place(self, module: nn.Module) -> NoReturn:
         """End the script with the facts about its model."""
         self.require_data(None)
+        if lazy := problem_of_lazy_parameters(module):
+            self.refusal = UsageError(lazy)
+            raise self.refusal
         activations, problem = self.job.activations, None
         if not activations.is_default:
             problem = problem_of_units(module, activations.units)

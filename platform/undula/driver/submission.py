@@ -188,8 +188,8 @@ def run_submission(submission: Submission, address: str | None, screen: LiveScre
     RAY_API_SERVER_ADDRESS or on this machine; if there is none, it runs on a new local cluster that is stopped after the job.
 
     Raises:
-        SpecError: A new local cluster would be too small for the job's workers, or would end before the job, or a tracker of the job lacks
-            a library, a setting or credentials.
+        SpecError: RAY_ADDRESS names a cluster, or a new local cluster would be too small for the job's workers, or would end before the
+            job, or a tracker of the job lacks a library, a setting or credentials.
         ClusterError: The cluster does not accept the job, or the local cluster did not start.
         KeyboardInterrupt, SystemExit: Ctrl-C or SIGTERM ended this command. A job on a new local cluster was stopped.
     """
@@ -199,6 +199,11 @@ def run_submission(submission: Submission, address: str | None, screen: LiveScre
         raise SpecError(
             f"command line: --{mode} needs a cluster that stays when this command ends; start one with `ray start --head`, or give "
             "--address http://HOST:8265"
+        )
+    if (named := os.environ.get("RAY_ADDRESS", "local")) != "local":
+        raise SpecError(
+            f"environment: RAY_ADDRESS is {named}, but `undula run` submits jobs to a URL; give --address http://HOST:8265 for that "
+            "cluster, or unset RAY_ADDRESS to train on this machine"
         )
     submission = _as_on_nodes(submission)
     fix = ", or submit it to a larger cluster with --address http://HOST:8265"

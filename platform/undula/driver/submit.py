@@ -20,6 +20,7 @@ from ray.job_submission import JobDetails, JobStatus, JobSubmissionClient
 from requests import Response
 
 import undula
+from undula.driver.connection import SET_TOKEN
 from undula.driver.follow import LOST, is_unknown
 from undula.driver.script import FOLDER
 from undula.elastic.ray import private_environment
@@ -113,6 +114,8 @@ def connect(dashboard: str) -> JobApi:
     try:
         return JobApi(dashboard)
     except (*LOST, ValueError, RayError) as error:
+        if "Authentication" in str(error):
+            raise ClusterError(f"the cluster at {dashboard} rejects this command; {SET_TOKEN}") from error
         raise ClusterError(f"the cluster at {dashboard} cannot be reached: {_in_short(error)}") from error
 
 

@@ -2,6 +2,7 @@
 
 import sys
 import traceback
+from itertools import takewhile
 from types import FrameType
 
 import torch.distributed as dist
@@ -9,28 +10,35 @@ from torch import nn
 
 from undula.elastic.pure.deadlock import CollectiveWait
 from undula.parallel.collectives import begun_by_group
+from undula.parallel.reduce.exchange import Exchange, await_messages
 from undula.train.tracebacks import is_of_user
 
 
 def present_wait(thread: int | None) -> CollectiveWait | None:
-    """Return the collective in which a thread of this process waits; None if it is not in one.
+    """Return the collective in which a thread of this process waits, or its exchange of gradients; None if it is in none.
 
     Args:
         thread: Identity of the thread; None if there is none.
     """
     frame = sys._current_frames().get(thread or 0)
     frames = [found for found, _ in traceback.walk_stack(frame)] if frame else []
-    names = [str(found.f_globals.get("__name__")) for found in frames]
-    inner = next((place for place, name in enumerate(names) if not name.startswith("torch.")), len(names))
-    own = [found for found, name in zip(frames[:inner], names, strict=False) if name.startswith("torch.distributed.")]
-    if not own or not dist.is_initialized():
+    own = list(takewhile(_is_of_torch, frames))
+    waits = [found for found in own if str(found.f_globals["__name__"]).startswith("torch.distributed.")]
+    waits += [found for found in frames[len(own) : len(own) + 1] if found.f_code is await_messages.__code__]
+    if not waits or not dist.is_initialized():
         return None
+    begun = {**begun_by_group(), "buckets": Exchange.num_sent}
+    operation = waits[0].f_code.co_name
     scripts = [place for place, found in enumerate(frames) if is_of_user(found.f_code.co_filename)]
     if not scripts:
-        return CollectiveWait(own[0].f_code.co_name, f"{own[-1].f_code.co_name}()", "", begun_by_group())
+        return CollectiveWait(operation, f"{waits[-1].f_code.co_name}()", "", begun)
     line = frames[scripts[0]]
     place = f"{line.f_code.co_filename.rpartition('/')[2]}:{line.f_lineno}"
-    return CollectiveWait(own[0].f_code.co_name, _call(frames[: scripts[0]]), place, begun_by_group())
+    return CollectiveWait(operation, _call(frames[: scripts[0]]), place, begun)
+
+
+def _is_of_torch(frame: FrameType) -> bool:
+    return str(frame.f_globals.get("__name__")).startswith("torch.")
 
 
 def _call(frames: list[FrameType]) -> str:

@@ -63,6 +63,19 @@ def broadcast_from_rank_0(tensors: Iterable[Tensor], group: dist.ProcessGroup) -
                 own.copy_(sent)
 
 
+def meet(group: dist.ProcessGroup) -> None:
+    """Wait until the script of each rank has come to a collective of the run that it begins, as by running a sharded model.
+
+    Gloo aborts a process whose peer is in a collective of another size. In the default process group, which is the script's own, a rank
+    that comes there alone waits instead, and can be named.
+
+    Args:
+        group: Process group of the collective that follows.
+    """
+    if dist.get_backend(group) == "gloo":
+        dist.barrier()
+
+
 def begun_collectives() -> int:
     """Return the number of collectives that this process has begun, beside those of checkpoints. This takes microseconds."""
     return sum(begun_by_group().values())
@@ -133,8 +146,8 @@ class ScriptCollectives:
         if begun_collectives() - self._own() != self._before:
             raise UsageError(
                 f"the script has begun a collective of torch.distributed in a batch of {work}, such as dist.all_reduce in the model's "
-                "forward pass, full_tensor(), or compute() of a metric of torchmetrics, but the number of workers decides which batches "
-                f"they have, so that the result would depend on it; {instead}"
+                "forward pass, full_tensor(), compute() of a metric of torchmetrics, or a loss with sharded weights, but the number of "
+                f"workers decides which batches they have, so that the result would depend on it; {instead}"
             )
 
 

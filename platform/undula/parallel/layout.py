@@ -11,8 +11,8 @@ import torch.distributed as dist
 from undula.plan.plan import Plan
 from undula.plan.tree import Node, assign, roots
 
-_groups: MutableMapping[dist.ProcessGroup, tuple[dist.ProcessGroup, dist.ProcessGroup]] = WeakKeyDictionary()
-"""Process groups of a run, by default process group, with which they end."""
+_groups: MutableMapping[dist.ProcessGroup, tuple[dist.ProcessGroup, ...]] = WeakKeyDictionary()
+"""Process groups of a run beside the default process group, by the latter, with which they end."""
 
 
 @dataclass(frozen=True)
@@ -38,6 +38,8 @@ class Layout:
     """Process group of all ranks with the backend of `device`, for broadcasts of the model's state."""
     shards: dist.ProcessGroup
     """Process group with one rank of each cell, for sums of gradients and sharded parameters."""
+    script: dist.ProcessGroup
+    """Process group of all ranks over gloo, for collectives that the script asks the run for, such as `run.gather()`."""
     interleaves: bool = False
     """Whether cells take the virtual workers in turn, and not in contiguous ranges."""
 
@@ -82,7 +84,7 @@ def join_layout(rank: int, world_size: int, device: torch.device, local_rank: in
 
     The default process group is left to the script. If a script begins a collective there on some ranks alone, they wait in it for ever,
     which can be seen and named. In a group of the run it would meet a collective of the run on the other ranks: gloo mixes their data, or
-    aborts the process if they differ in size.
+    aborts the process if they differ in size. This holds for what the run communicates for the script as well.
 
     The groups have the time limit of the default process group, whereas torch would give each the default of its backend. Another training
     in the same default process group gets the same ones, because threads of gloo poll a hundred times a second for each group. A single
@@ -97,12 +99,16 @@ def join_layout(rank: int, world_size: int, device: torch.device, local_rank: in
     world = dist.group.WORLD
     assert world is not None, "torch.distributed.init_process_group must be called first"
     if world_size == 1 and dist.get_backend(world) == "gloo":
-        return Layout(rank, world_size, local_rank, device, control=world, everyone=world, shards=world)
+        return Layout(rank, world_size, local_rank, device, control=world, everyone=world, shards=world, script=world)
     if world not in _groups:
         timeout = timeout_of(world)
-        _groups[world] = dist.new_group(backend="gloo", timeout=timeout), dist.new_group(timeout=timeout)
-    control, shards = _groups[world]
-    return Layout(rank, world_size, local_rank, device, control, everyone=shards, shards=shards)
+        backends: tuple[str | None, ...] = (
+            ("gloo", None) if dist.get_backend(world) == "gloo" else ("gloo", None, "gloo")
+        )
+        _groups[world] = tuple(dist.new_group(backend=backend, timeout=timeout) for backend in backends)
+    control, shards, *others = _groups[world]
+    script = others[0] if others else world
+    return Layout(rank, world_size, local_rank, device, control, everyone=shards, shards=shards, script=script)
 
 
 def timeout_of(group: dist.ProcessGroup) -> timedelta:

@@ -10,6 +10,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.utils.weak import WeakIdKeyDictionary
 
 from undula.errors import UsageError
+from undula.parallel.collectives import meet
 from undula.state.boxes import whole_box
 from undula.state.pieces import copy_overlap, piece_of
 
@@ -17,17 +18,19 @@ _given: Any = WeakIdKeyDictionary()
 """References to the tensors that scripts got as `data` of a sharded one, whose memory they share, by the sharded one."""
 _owners: Any = WeakIdKeyDictionary()
 """Reference to the sharded tensor from which a script got a tensor as `data`, by that tensor."""
+_gathered = DTensor.full_tensor
 
 
 def adapt_sharded_tensors() -> None:
     """Change in this process, from now on, what sharded tensors do: refuse numbers of a worker's shard alone, compute norms of the whole
-    tensors, and take what is assigned to `data`.
+    tensors, gather them only once all ranks are there, and take what is assigned to `data`.
 
     A sum over a sharded tensor is one of the worker's part until something needs the whole, for which `item()` does not ask. Random numbers
     of the shape of a sharded tensor are drawn for each shard by a generator of the same state. Norms of shards, which
     `torch.nn.utils.clip_grad_norm_` takes, are put together in an order that depends on the number of workers. In torch, an
     assignment to `data` of a sharded tensor leaves the shard as it is.
     """
+    DTensor.full_tensor = full_tensor  # type: ignore
     DTensor.data = property(_data, _set_data)  # type: ignore[assignment]
     dispatcher: Any = DTensor._op_dispatcher
     handlers = dispatcher._custom_op_handlers
@@ -35,6 +38,13 @@ def adapt_sharded_tensors() -> None:
     handlers |= dict.fromkeys(dispatcher._random_ops, _random)
     handlers[torch.ops.aten.linalg_vector_norm.default] = _norm
     handlers[torch.ops.aten._foreach_norm.Scalar] = _norms
+
+
+def full_tensor(sharded: DTensor, **keywords: Any) -> Tensor:
+    """Gather a sharded tensor as torch does, once the scripts of all ranks are there."""
+    if sharded.device_mesh.ndim == 1:
+        meet(sharded.device_mesh.get_group())
+    return _gathered(sharded, **keywords)
 
 
 def _data(sharded: DTensor) -> Tensor:

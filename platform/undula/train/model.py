@@ -39,6 +39,8 @@ class PlacedModel:
     engine: Engine
     warnings: tuple[WarningEvent, ...]
     """Warnings for the run's records."""
+    names: tuple[str, ...]
+    """Names of the parameters."""
     undo: tuple[Callable[[], None], ...]
     """Functions that undo the changes of the module. Without them, it can stay in memory although nothing uses it."""
 
@@ -75,16 +77,23 @@ def place_model(module: nn.Module, job: Job, plan: Plan, layout: Layout, make_en
     if dtype := dtype_of(job.precision.compute):
         engine.compute_in(dtype)
     undo.append(register_module_module_registration_hook(_refuse_wrapping(WeakSet(module.modules()))).remove)
-    return PlacedModel(model, engine, warnings, tuple(reversed(undo)))
+    names = tuple(name for name, _ in model.named_parameters())
+    return PlacedModel(model, engine, warnings, names, tuple(reversed(undo)))
+
+
+def problem_of_lazy_parameters(module: nn.Module) -> str | None:
+    """Return why a module with parameters that have no shape yet cannot be the model of a run; None if it has none."""
+    lazy = [name for name, each in module.named_parameters() if isinstance(each, nn.UninitializedParameter)]
+    if not lazy:
+        return None
+    return (
+        f"run.model() got a module whose parameter {lazy[0]!r} has no shape yet; run a batch through the module first"
+    )
 
 
 def _check_module(module: nn.Module, is_sharded: bool) -> None:
-    if lazy := [
-        name for name, parameter in module.named_parameters() if isinstance(parameter, nn.UninitializedParameter)
-    ]:
-        raise UsageError(
-            f"run.model() got a module whose parameter {lazy[0]!r} has no shape yet; run a batch through the module first"
-        )
+    if problem := problem_of_lazy_parameters(module):
+        raise UsageError(problem)
     if not is_sharded and is_on_meta(module):
         raise UsageError(
             "run.model() got a module on the meta device, whose weights have no values; make it on the CPU, or set sharding.stage, with "

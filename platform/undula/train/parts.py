@@ -149,9 +149,18 @@ class GivenParts:
         no_function = "run.steps() got no function", "pass validate= to it"
         if not validates and (problem := self._session.job.problem_without_validation(*no_function)):
             raise UsageError(problem)
+        self._require_names(placed)
         self._is_complete = True
         samples = self._samples or self._session.stored_samples(self._maps)
         return ScriptParts(placed.engine, placed.model, rates, given, samples, self._state, validates, placed.warnings)
+
+    def _require_names(self, placed: PlacedModel) -> None:
+        present = {name for name, _ in placed.model.named_parameters()}
+        if gone := next((name for name in placed.names if name not in present), None):
+            raise UsageError(
+                f"the model has lost its parameter {gone!r} since run.model(), as when weights are tied later; tie weights and remove "
+                "layers before run.model()"
+            )
 
     def free(self) -> None:
         """Free the model, the optimizer and the dataset. The next group makes new ones, and there may not be memory for both."""

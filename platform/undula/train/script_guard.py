@@ -164,8 +164,9 @@ class ScriptGuard:
     def _require_no_collectives(self) -> None:
         self._collectives.require_none(
             f"step {self._step}",
-            "compute it from the batch alone, which has all samples of a virtual worker unless plan.micro_batch is smaller, or call "
-            "run.gather() or step.total() outside of the loop over step.batches()",
+            "compute it from the batch alone, which has all samples of a virtual worker unless plan.micro_batch is smaller, or from "
+            "weights in forward() of the module that has them, or call run.gather() or step.total() outside of the loop over "
+            "step.batches()",
         )
 
 

@@ -9,6 +9,9 @@ from typing import Any
 
 from undula.errors import UsageError
 
+RATES = frozenset({"lr", "learning_rate"})
+"""Names of arguments and variables that are learning rates."""
+
 
 def refuse_number_of_workers(function: Callable[..., Any], instead: str) -> None:
     """Refuse a function of a script that computes a loss and asks for the number of workers. Functions of its file that it calls are read
@@ -26,7 +29,8 @@ def refuse_number_of_workers(function: Callable[..., Any], instead: str) -> None
 
 
 def refuse_number_of_workers_in_loops(code: CodeType | None, instead: str) -> None:
-    """Refuse a function whose loops with a backward pass, or those of functions of its file that it calls, ask for the number of workers.
+    """Refuse a function whose loops with a backward pass or learning rates, or those of functions of its file that it calls, depend on the
+    number of workers.
 
     Args:
         code: Code of the function; None if it is unknown.
@@ -35,8 +39,17 @@ def refuse_number_of_workers_in_loops(code: CodeType | None, instead: str) -> No
     Raises:
         UsageError: One does.
     """
-    if code is not None:
-        _refuse_number_of_workers(code, (node for _, nodes in loops(code) for node in nodes), instead)
+    if code is None:
+        return
+    run = code.co_varnames[0] if code.co_argcount else ""
+    in_loops = [node for _, nodes in loops(code) for node in nodes]
+    _refuse_number_of_workers(code, in_loops, instead)
+    for side in (side for node in in_loops if isinstance(node, ast.BinOp) for side in (node.left, node.right)):
+        if _is_world_size(side, run):
+            raise _refusal(code, side, f"{run}.world_size is a part of what is computed for a batch", instead)
+    for rate in (rate for each in _read(code) for node in ast.walk(each) if (rate := _rate(node))):
+        if any(called(node) == "get_world_size" or _is_world_size(node, run) for node in ast.walk(rate)):
+            raise _refusal(code, rate, "a learning rate is computed from the number of workers", instead)
 
 
 def code_of(function: Callable[..., Any]) -> CodeType | None:
@@ -48,10 +61,30 @@ def code_of(function: Callable[..., Any]) -> CodeType | None:
 def _refuse_number_of_workers(code: CodeType, nodes: Iterable[ast.AST], instead: str) -> None:
     for node in nodes:
         if called(node) == "get_world_size":
-            raise UsageError(
-                f"{Path(code.co_filename).name}:{getattr(node, 'lineno', 0)}: get_world_size() of torch.distributed is called for a batch, "
-                f"but the number of workers changes when they come and go; use {instead}, which is plan.virtual_workers of the job"
-            )
+            raise _refusal(code, node, "get_world_size() of torch.distributed is called for a batch", instead)
+
+
+def _refusal(code: CodeType, node: ast.AST, problem: str, instead: str) -> UsageError:
+    return UsageError(
+        f"{Path(code.co_filename).name}:{getattr(node, 'lineno', 0)}: {problem}, but the number of workers changes when they come and go; "
+        f"use {instead}, which is plan.virtual_workers of the job"
+    )
+
+
+def _is_world_size(node: ast.AST, run: str) -> bool:
+    """Return whether an expression is `run.world_size`."""
+    owner = node.value if isinstance(node, ast.Attribute) and node.attr == "world_size" else None
+    return isinstance(owner, ast.Name) and owner.id == run
+
+
+def _rate(node: ast.AST) -> ast.AST | None:
+    """Return the expression that a node passes or assigns as a learning rate; None if it does not."""
+    if isinstance(node, ast.keyword):
+        return node.value if node.arg in RATES else None
+    is_rate = isinstance(node, ast.Assign) and any(
+        isinstance(each, ast.Name) and each.id in RATES for each in node.targets
+    )
+    return node.value if is_rate else None  # type: ignore[attr-defined]
 
 
 def functions_of(code: CodeType) -> dict[int, ast.FunctionDef]:

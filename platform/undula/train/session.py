@@ -123,7 +123,7 @@ class GroupSession:
     def gather(self, value: object) -> list[Any]:
         self.setup.worker.enter(BETWEEN_STEPS)
         values: list[Any] = [None] * self.world_size
-        dist.all_gather_object(values, value, group=self.setup.layout.control)
+        dist.all_gather_object(values, value, group=self.setup.layout.script)
         return values
 
     def stored_samples(self, maps: Maps) -> SampleSource:

@@ -98,7 +98,7 @@ class Step:
                 exact, whereas a sum over the batches of a rank is rounded, and would depend on the number of workers.
         """
         self._phases.enter(REDUCE)
-        return exact_sum(values, self._layout.control)
+        return exact_sum(values, self._layout.script)
 
     def batches(self) -> Iterator[Any]:
         """Yield the micro-batches of this rank's virtual workers. Call `backward` once for each of them."""
@@ -123,7 +123,8 @@ class Step:
             self.micro_batch = None
             if self._begin_of_pass is not None:
                 raise UsageError(
-                    f"a batch of step {self.index} ended without step.backward(loss); call it once for each batch"
+                    f"a batch of step {self.index} ended without step.backward(loss); call it once for each batch, and use "
+                    "step.load() where all of them are needed at once"
                 )
         self._has_ended = True
         # Otherwise ranks would draw other numbers for what they do to the gradient, each those of its last micro-batch.

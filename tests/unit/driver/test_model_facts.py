@@ -96,7 +96,8 @@ def test_a_script_that_raises_before_its_model_gives_no_facts(loaded: LoadedSpec
         raise KeyError("width")
 
     assert script_facts(train, loaded, 1000).model is None
-    assert facts_of(lambda: nn.LazyLinear(3), loaded) is None, "a lazy module's shapes are not known yet"
+    with pytest.raises(UsageError, match="'weight' has no shape yet; run a batch through the module first"):
+        facts_of(lambda: nn.LazyLinear(3), loaded)
     assert not dist.is_initialized()
 
 
@@ -111,6 +112,38 @@ def test_a_batch_may_not_depend_on_the_number_of_workers(loaded: LoadedSpec) -> 
 
     with pytest.raises(UsageError, match=r"^test_model_facts.py:\d+: get_world_size\(\) .*; use run.virtual_workers"):
         script_facts(train, loaded, 1000)
+
+    def scaled(run: Run) -> None:
+        model = run.model(nn.Linear(1, 1))
+        print(f"{run.rank} of {run.world_size}")
+        for step in run.steps():
+            for batch in step.batches():
+                step.backward(model(batch["x"]).mean() * run.world_size)
+            step.update()
+
+    with pytest.raises(
+        UsageError, match=r"^test_model_facts.py:\d+: run.world_size is a part of .*; use run.virtual_workers"
+    ):
+        script_facts(scaled, loaded, 1000)
+
+
+def test_a_learning_rate_may_not_depend_on_the_number_of_workers(loaded: LoadedSpec) -> None:
+    def passed(run: Run) -> None:
+        model = nn.Linear(1, 1)
+        run.optimizer(torch.optim.SGD(model.parameters(), lr=run.base_lr * run.world_size))
+
+    def assigned(run: Run) -> None:
+        lr = 0.1 * dist.get_world_size()
+        run.optimizer(torch.optim.SGD(nn.Linear(1, 1).parameters(), lr))
+
+    def right(run: Run) -> None:
+        print(dist.get_world_size(), run.world_size)
+        run.optimizer(torch.optim.SGD(run.model(nn.Linear(1, 1)).parameters(), lr=run.base_lr * run.virtual_workers))
+
+    for train in (passed, assigned):
+        with pytest.raises(UsageError, match=r"^test_model_facts.py:\d+: a learning rate is computed from the number"):
+            script_facts(train, loaded, 1000)
+    assert script_facts(right, loaded, 1000).model
 
 
 def test_the_script_sees_the_job_and_prints_nothing(loaded: LoadedSpec, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,10 +1,11 @@
 """Tests of deadlocks that a script makes: they are told apart from slow collectives, and named by call, line and rank."""
 
 import pickle
+import re
 import threading
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 from numbers_job import begin, cpu_run, network, numbers_job
@@ -52,6 +53,7 @@ HABITS = {
     "a forward pass": "model(torch.ones(2, 1))",
     "gather_object()": "dist.gather_object(1, [None, None])",
     "gather()": "run.gather(1)",
+    "total()": "step.total(1.0)",
     "all_reduce()": "dist.all_reduce(torch.ones(1_000_000))",
     "broadcast()": "dist.broadcast(torch.ones(1, dtype=torch.uint8), 0)",
     "all_gather()": "dist.all_gather([torch.ones(3), torch.ones(3)], torch.ones(3))",
@@ -65,16 +67,19 @@ def train(run, model):
     for step in run.steps():
         for batch in step.batches():
             step.backward(model(batch["x"][:, None] / 48).square().mean())
-        if run.rank == 0 and step.index == 1:
+        if run.rank == 0 and step.index == 1 and BEFORE:
             HABIT
         step.update()
+        if run.rank == 0 and step.index == 1 and not BEFORE:
+            HABIT
 """
 
 
-def _stuck(rank: int, world_size: int, job: Job, habit: str, folder: Path) -> str:
+def _stuck(rank: int, world_size: int, job: Job, habit: str, is_before: bool, folder: Path) -> str:
     """Return the message about the ranks, whose training threads wait for ever."""
     run, script = cpu_run(job, rank, world_size), dict[str, Any]()
-    exec(compile(SCRIPT.replace("HABIT", HABITS[habit]), "/home/me/train.py", "exec"), script)
+    code = SCRIPT.replace("HABIT", HABITS[habit]).replace("BEFORE", str(is_before))
+    exec(compile(code, "/home/me/train.py", "exec"), script)
     thread = threading.Thread(target=script["train"], args=(run, begin(run, network())), daemon=True)
     thread.start()
     messages: list[str | None] = []
@@ -96,8 +101,21 @@ def _stuck(rank: int, world_size: int, job: Job, habit: str, folder: Path) -> st
     return str(messages[-1])
 
 
-@pytest.mark.parametrize("habit", HABITS)
-def test_a_collective_on_one_rank_alone_is_named_with_its_line(tmp_path: Path, habit: str) -> None:
-    job = replace(numbers_job(tmp_path), sharding=ShardingSpec(3))
-    for message in on_ranks(2, _stuck, job, habit, tmp_path):
-        assert f": rank 0 in {habit} at train.py:10, rank 1 in update() at train.py:11; all workers must" in message
+@pytest.mark.parametrize(
+    ("habit", "is_before", "stage"),
+    [
+        *((habit, True, 3) for habit in HABITS),
+        *((habit, False, 3) for habit in ("full_tensor()", "a forward pass", "gather()")),
+        *((habit, False, 0) for habit in ("barrier()", "gather()", "total()")),
+    ],
+)
+def test_a_collective_on_one_rank_alone_is_named_with_its_line(
+    tmp_path: Path, habit: str, is_before: bool, stage: Literal[0, 3]
+) -> None:
+    """Before the update, the other rank waits in it; after it, in the next step, whose gradients unsharded models exchange pairwise."""
+    job = replace(numbers_job(tmp_path), sharding=ShardingSpec(stage))
+    line = 10 if is_before else 13
+    then = r"update\(\) at train.py:11" if is_before else r".* at train.py:(6|8|11)"
+    for message in on_ranks(2, _stuck, job, habit, is_before, tmp_path):
+        pattern = rf": rank 0 in {re.escape(habit)} at train\.py:{line}, rank 1 in {then}; all workers must"
+        assert re.search(pattern, message), message

@@ -52,7 +52,7 @@ def test_torch_keeps_the_shards_where_the_settings_say(offload: str, expected: s
 
 
 def test_the_sum_that_torch_moves_to_host_memory_is_made_there() -> None:
-    layout = Layout(0, 2, 0, torch.device("meta"), *[None] * 3)  # type: ignore[arg-type]
+    layout = Layout(0, 2, 0, torch.device("meta"), *[None] * 4)  # type: ignore[arg-type]
     for offloads, expected in ((False, ["meta"] * 4), (True, ["meta", "cpu"] * 2)):
         unit_sum = UnitSum(layout, 4, torch.empty(8), offloads=offloads)
         made = []

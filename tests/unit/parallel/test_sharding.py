@@ -237,7 +237,7 @@ def test_gradients_send_what_the_docs_say(virtual_workers: int, world_size: int)
         assert on_ranks(world_size, _sent, virtual_workers, stage) == pytest.approx(
             [n * of_slices for n in interleaved]
         )
-    layout = Layout(0, world_size, 0, torch.device("cpu"), *[None] * 3)  # type: ignore[arg-type]
+    layout = Layout(0, world_size, 0, torch.device("cpu"), *[None] * 4)  # type: ignore[arg-type]
     roots = [len(each) for each in layout.roots(virtual_workers)]
     assert on_ranks(world_size, _sent, virtual_workers, 1) == pytest.approx([n * of_slices for n in roots])
 

@@ -14,7 +14,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 
 from undula.errors import UsageError
 from undula.parallel.capabilities import SHARDED
-from undula.parallel.collectives import broadcast_from_rank_0
+from undula.parallel.collectives import broadcast_from_rank_0, meet
 from undula.parallel.engines.engine import Engine
 from undula.parallel.fsdp_methods import free_methods, guard_methods
 from undula.parallel.gradient_hooks import ShowGradient
@@ -104,6 +104,7 @@ class ShardedEngine(Engine):
         self._has_run = True
         self._is_own_forward = not self._is_in_batch
         if self._is_own_forward:
+            meet(self.layout.shards)
             self._sharded.begin_evaluation()
 
     def _after_own_forward(self, _: nn.Module, inputs: object, output: object) -> None:
@@ -243,6 +244,12 @@ class ShardedEngine(Engine):
             FSDPModule.reset_iter_state(cast(FSDPModule, self.module))
         before = self.trainable
         super().begin_step(work)
+        if whole := [parameter for parameter in self.parameters if not is_sharded_tensor(parameter)]:
+            names = {id(parameter): name for name, parameter in self.module.named_parameters()}
+            raise UsageError(
+                f"the parameter {names[id(whole[0])]!r} of a sharded model was added or replaced after run.model(), so that it is not "
+                "sharded; do this before run.model()"
+            )
         units = units_of(self.module, self._sharding.units) if self.trainable is not before else {}
         if units and (problem := problem_of_dtypes(self.module, units, "a sharded model")):
             raise UsageError(problem)

@@ -8,7 +8,7 @@ these are the bytes of a ring all-reduce.
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -41,6 +41,9 @@ class Exchange(ABC):
         virtual_workers: Number of virtual workers of the plan.
     """
 
+    num_sent: ClassVar[int] = 0
+    """Number of buckets that this process has begun to exchange."""
+
     def __init__(self, layout: Layout, virtual_workers: int):
         self._all = (0, virtual_workers)
         self._roots = layout.roots(virtual_workers)
@@ -59,6 +62,7 @@ class Exchange(ABC):
             place: Number of the bucket.
             own: Roots of this rank in order, each of shape [numel]. They are overwritten.
         """
+        Exchange.num_sent += 1
         transfer = self._transfers.setdefault(place, Transfer(place))
         transfer.own, transfer.is_added = list(own), False
         self._send_roots(transfer)
@@ -133,7 +137,7 @@ class TorchExchange(Exchange):
         self._begin(transfer, incoming, outgoing)
 
     def _await_roots(self, transfer: Transfer) -> list[Tensor]:
-        _await(transfer)
+        await_messages(transfer)
         assert transfer.received is not None
         if self._swaps:
             return [*transfer.own, *transfer.received]  # the order of two terms does not matter
@@ -153,7 +157,7 @@ class TorchExchange(Exchange):
         self._begin(transfer, incoming, [(mine, rank, number) for rank in self._others])
 
     def _await_sums(self, transfer: Transfer) -> None:
-        _await(transfer)
+        await_messages(transfer)
         if self._through_host:
             self._targets[transfer.place].copy_(transfer.own[0])
 
@@ -174,7 +178,8 @@ class TorchExchange(Exchange):
         )
 
 
-def _await(transfer: Transfer) -> None:
+def await_messages(transfer: Transfer) -> None:
+    """Wait until the messages of a transfer that are under way have arrived."""
     for work in transfer.works:
         work.wait()
     transfer.works = []
