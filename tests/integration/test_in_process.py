@@ -231,6 +231,13 @@ def test_work_after_the_last_step_that_has_failed_is_done_again(script: Path) ->
     assert "is finished, so there is nothing to do" in done.stdout
 
 
+def test_a_second_call_of_main_is_refused(script: Path) -> None:
+    script.write_text(SCRIPT.replace("breakpoint()", "").replace("AT_STEP", "pass") + "\nundula.main(train)\n")
+    done = run_here(str(script.with_suffix(".yaml")))
+    assert done.returncode == 2
+    assert "undula: undula.main() was called twice in one script" in done.stderr.splitlines()[-1]
+
+
 @pytest.mark.parametrize("name", ["accelerate_cv", "lightning_autoencoder"])
 def test_a_script_of_an_adapter_is_checked_and_then_trains_in_the_same_process(name: str, tmp_path: Path) -> None:
     gallery = Path(__file__).parents[1] / "gallery"

@@ -65,7 +65,7 @@ def host_sentences(planned: Planned, choice: Candidate[Setting] | None) -> Itera
     )
     copies = f", of which {gib_text(head.replicas)} are copies of the state" if head.replicas > SHOWN * GIB else ""
     yield (
-        f"Beside the GiB of the table, which are those of a GPU, {host} holds about {_taken(parts)}: {listed}. "
+        f"Beside the memory of GPUs, {host} holds about {_taken(parts)}: {listed}. "
         f"The head holds {gib_text(head.total)}{copies}."
     )
     yield from filter(None, (_problem(machine, load, *worst) for machine, worst in _worst(planned, load).items()))

@@ -69,7 +69,7 @@ def text_of_small(planned: Planned) -> str | None:
     if not best or (longest := max(best, key=lambda each: each.hours)).hours >= 1 / 60:
         return None
     return (
-        f"The job is too small for kinds of GPUs and numbers of workers to differ: it takes about {hours_text(longest.hours)} and "
+        f"The job is too small for kinds of GPUs and numbers of workers to differ: all steps take about {hours_text(longest.hours)} and "
         f"{gib_text(longest.needed_bytes)} of a GPU's memory, so one worker is enough."
     )
 

@@ -10,7 +10,7 @@ from undula.config.job import LoadedSpec
 from undula.driver.preflight import Prepared, prepare
 from undula.driver.record import LaunchSpec, record_job
 from undula.driver.trackers import Tracking, send_rest
-from undula.errors import FAILED
+from undula.errors import FAILED, UsageError
 from undula.plan.plan import Plan
 from undula.report.text import counted
 from undula.state.defaults import default_runs
@@ -24,6 +24,8 @@ from undula.telemetry.tracker import Tracker
 from undula.train.run import Run
 
 TrainFunction: TypeAlias = Callable[[Run], None]
+_finished: set[str] = set()
+"""Run directories of the jobs that this process has trained."""
 
 
 @dataclass(frozen=True)
@@ -65,6 +67,11 @@ def train_job(
     prepared = prepare(loaded, train, fresh)
     store, trackers = prepared.store, (*prepared.trackers, *trackers)
     if prepared.is_finished:
+        if store.url in _finished:
+            raise UsageError(
+                f"undula.main() was called twice in one script, and the second call continues the run {store.url} of the first, which is "
+                "finished; train one model in a script"
+            )
         with held(store):
             _print_unsent(send_rest(trackers, store))
         print(f"{store.url} is finished, so there is nothing to do; give --fresh to delete the run and start over")
@@ -90,6 +97,7 @@ def train_job(
         place.keep(f"{result}\n{failure or ''}")
         if failure:
             raise SystemExit(FAILED)
+        _finished.add(store.url)
 
 
 def _print_early_end(plan: Plan) -> None:

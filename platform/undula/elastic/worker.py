@@ -100,7 +100,8 @@ class JobWorker:
                     error = UsageError(worker.deadlock)
                 worker.is_sound = is_of_collective(error) or isinstance(error, StorageError)
                 keep_traceback(error)
-                if run is not None:
+                continues = not isinstance(error, UsageError)
+                if run is not None and continues:
                     with suppress(Exception):  # the state cannot be copied from a GPU that has failed
                         run.hand_over()
                 worker.failure = error

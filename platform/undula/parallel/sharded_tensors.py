@@ -42,7 +42,7 @@ def adapt_sharded_tensors() -> None:
 
 def full_tensor(sharded: DTensor, **keywords: Any) -> Tensor:
     """Gather a sharded tensor as torch does, once the scripts of all ranks are there."""
-    if sharded.device_mesh.ndim == 1:
+    if sharded.device_mesh.ndim == 1 and sharded.device_mesh.size() > 1:
         meet(sharded.device_mesh.get_group())
     return _gathered(sharded, **keywords)
 

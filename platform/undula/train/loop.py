@@ -169,6 +169,8 @@ class TrainingLoop:
             # The held state takes rows that are not stored yet to the next group. In a single process, there is no next group.
             self.close(wait=setup.worker.controller is None)
             raise
+        except UsageError:  # which says itself what the script must do otherwise
+            raise
         except Exception:
             self.boundary.report_unfinished()  # before the reports end
             raise

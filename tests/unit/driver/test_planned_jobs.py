@@ -70,7 +70,7 @@ def test_a_job_that_takes_seconds_has_a_sentence_in_place_of_a_table() -> None:
     small = replace(PLANNED, candidates=(candidate("T4", 0.004), candidate("L4", 0.002)))
     printed = printed_plan(small)
     assert printed.startswith(
-        "The job is too small for kinds of GPUs and numbers of workers to differ: it takes about 14 s"
+        "The job is too small for kinds of GPUs and numbers of workers to differ: all steps take about 14 s"
     )
     assert "GiB  " not in printed
     assert "cost" in printed_plan(replace(small, candidates=(*small.candidates, candidate("A100-40", 0.02))))

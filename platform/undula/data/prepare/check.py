@@ -17,6 +17,8 @@ LARGE_BYTES = 128 * 2**20
 `data.read_tasks`. A worker also holds `plan.window` row groups for each of its virtual workers."""
 SMALL_BYTES = 256 * 2**10
 """Median encoded size in bytes below which row groups count as small, because requests then take longer than the transfer of the bytes."""
+FEW = 4
+"""Number of row groups up to which their size does not matter. `undula data convert` writes as many files by default."""
 SKEW = 4
 """Ratio of the largest to the median row group above which row groups count as uneven."""
 
@@ -97,7 +99,7 @@ def _about_sizes(manifest: Manifest) -> Iterator[Finding]:
         return
     median = float(np.median(sizes))
     rewrite = "rewrite the data set with `undula data convert`"
-    if median < SMALL_BYTES and len(sizes) > 1:
+    if median < SMALL_BYTES and len(sizes) > FEW:
         yield Finding(
             "warning",
             f"row groups are small (median {median / 1024:.0f} KiB), so most of the reading time is spent on requests; {rewrite}",

@@ -66,6 +66,7 @@ def test_row_groups_of_unsuitable_size_are_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rows_in_group: int, problem: str
 ) -> None:
     monkeypatch.setattr(module, "LARGE_BYTES", 60 * 2**10)
+    monkeypatch.setattr(module, "FEW", 1)
     assert any(problem in finding.message for finding in write(tmp_path, rows_in_group=rows_in_group))
 
 
