@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # read below as well, so that each public name is written once
     from undula.elastic.ray.horovod import HorovodConfig as HorovodConfig
-    from undula.elastic.ray.trainer import ElasticHorovodTrainer as ElasticHorovodTrainer
+    from undula.elastic.ray.horovod_trainer import ElasticHorovodTrainer as ElasticHorovodTrainer
     from undula.elastic.ray.trainer import ElasticTorchTrainer as ElasticTorchTrainer
     from undula.entry import main as main
     from undula.optim.optimizers import OptimizerConfig as OptimizerConfig

@@ -63,8 +63,8 @@ def on_cluster(
 
 def _refuse(trainer: TrainerName, spec: JobSpec) -> None:
     """Refuse settings that Ray Train's own trainer does not support."""
-    if trainer == "ray" and spec.engine == "horovod":
-        raise SpecError("command line: --trainer ray cannot be combined with engine=horovod; remove one of them")
+    if trainer == "ray" and spec.engine != "torch":
+        raise SpecError(f"command line: --trainer ray cannot be combined with engine={spec.engine}; remove one of them")
     if trainer == "ray" and not spec.workers.fleet.is_any:
         raise SpecError("command line: --trainer ray cannot be combined with workers.fleet; remove one of them")
 

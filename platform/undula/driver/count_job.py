@@ -26,12 +26,12 @@ from undula.train.dry_run.counting import PROGRESS, Setting
 from undula.train.run import Run
 
 _OTHERWISE = {
-    "engine=horovod": "engine=torch",
-    "gradient.reduce=adasum": "gradient.reduce=average",
-    "plan.batch=elastic": "plan.batch=fixed",
-    "compile=true": "compile=false",
+    "engine": "torch",
+    "gradient.reduce": "average",
+    "plan.batch": "fixed",
+    "compile": "false",
 }
-"""Overrides without the settings that are not modelled."""
+"""Values that are modelled, of the settings of which others are not."""
 KEEPS = ("all", "selective", "sqrt", "none")
 """Policies for activations that are compared."""
 MOST_SIZES = 5
@@ -128,15 +128,16 @@ def _refuse_uncounted(spec: JobSpec) -> None:
         SpecError: The job has such a setting.
     """
     for setting in uncounted(spec):
+        key = setting.partition("=")[0]
         raise SpecError(
-            f"{setting} is not part of what `undula plan` counts; override it, such as {_OTHERWISE[setting]}, to see the job without it"
+            f"{setting} is not part of what `undula plan` counts; override it, such as {key}={_OTHERWISE[key]}, to see the job without it"
         )
 
 
 def uncounted(spec: JobSpec) -> list[str]:
     """Return the settings of a job that are not modelled."""
     settings = {
-        "engine=horovod": spec.engine == "horovod",
+        f"engine={spec.engine}": spec.engine != "torch",
         "gradient.reduce=adasum": spec.gradient.reduce == "adasum",
         "plan.batch=elastic": spec.plan.batch == "elastic",
         "compile=true": spec.compile,

@@ -39,8 +39,10 @@ def in_process(loaded: LoadedSpec, prepared: Prepared) -> Iterator[Place]:
     Raises:
         SpecError: The job needs a cluster, or torch cannot compile on this machine.
     """
-    if loaded.spec.engine == "horovod":
-        raise SpecError("command line: --in-process cannot be combined with engine=horovod; set engine=torch")
+    if loaded.spec.engine != "torch":
+        raise SpecError(
+            f"command line: --in-process cannot be combined with engine={loaded.spec.engine}; set engine=torch"
+        )
     end_on_sigterm()
     atexit.register(gc.freeze)  # otherwise, the interpreter spends a second at exit on collecting torch's objects
     loaded = on_machines(loaded, torch.cuda.is_available)

@@ -51,7 +51,8 @@ def launch(
             prepare = partial(prepare_worker, spec.job, publish, spec.workers.interfaces)
             trainer = elastic_trainer(
                 worker,
-                spec.horovod,
+                spec.job.engine,
+                spec.engine_settings,
                 spec.workers,
                 spec.work,
                 store,

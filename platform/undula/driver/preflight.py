@@ -12,6 +12,7 @@ from undula.driver.model_facts import ModelFacts, script_facts
 from undula.driver.trackers import checked_trackers
 from undula.errors import SpecError
 from undula.parallel.capabilities import refusal
+from undula.parallel.engines.library import library_named
 from undula.parallel.precision import cpu_problem
 from undula.plan.plan import Plan
 from undula.state.commit import Commit, find_commits
@@ -111,8 +112,7 @@ def check_job(loaded: LoadedSpec) -> StoredData | None:
     Raises:
         UndulaError: The first mistake that was found.
     """
-    if loaded.spec.engine == "horovod":
-        _check_horovod(loaded, has_gpus=loaded.spec.workers.gpus not in ("auto", 0))
+    _check_library(loaded.spec.engine, has_gpus=loaded.spec.workers.gpus not in ("auto", 0))
     if loaded.spec.workers.gpus == 0:
         _refuse_on_cpu(loaded)
     refuse_lost_path("runs", loaded.spec.runs, loaded)
@@ -127,15 +127,14 @@ def on_machines(loaded: LoadedSpec, have_gpus: Callable[[], bool]) -> LoadedSpec
         have_gpus: Callback that returns whether these machines have GPUs. It is called if the number of GPUs depends on that.
 
     Raises:
-        ClusterError: The workers get GPUs, and the installed Horovod cannot use them.
+        ClusterError: The workers get GPUs, and the library that the job's engine names cannot use them.
         SpecError: The workers get no GPUs, and the job's settings need them.
     """
     spec = loaded.spec
     if spec.workers.gpus != "auto":
         return loaded
     workers = spec.workers.on_cluster(have_gpus())
-    if spec.engine == "horovod":
-        _check_horovod(loaded, has_gpus=bool(workers.gpus))
+    _check_library(spec.engine, has_gpus=bool(workers.gpus))
     if not workers.gpus:
         _refuse_on_cpu(loaded)
     return loaded.with_workers(workers)
@@ -161,10 +160,9 @@ def check_model(facts: ModelFacts | None, loaded: LoadedSpec, newest: Commit | N
         check_shapes(facts.shapes, saved, newest.folder)
 
 
-def _check_horovod(loaded: LoadedSpec, has_gpus: bool) -> None:
-    from undula.elastic.ray.horovod import check  # which imports Ray Train
-
-    check(has_gpus)
+def _check_library(engine: str, has_gpus: bool) -> None:
+    if library := library_named(engine):
+        library.check(has_gpus)
 
 
 def _refuse_on_cpu(loaded: LoadedSpec) -> None:

@@ -10,7 +10,7 @@ from undula.data.planned import Data
 from undula.data.script.indexed import ScriptData
 from undula.data.stored.mixture import load_data
 from undula.elastic.pure.fleet import Work
-from undula.elastic.pure.spec import HorovodSpec, WorkersSpec
+from undula.elastic.pure.spec import WorkersSpec
 from undula.plan.plan import Plan
 from undula.state.directory import JOB_FILE, identity, job_record
 from undula.storage import Store
@@ -23,8 +23,8 @@ class LaunchSpec:
 
     job: Job
     workers: WorkersSpec
-    horovod: HorovodSpec | None
-    """Settings of Horovod; None if the job uses another engine."""
+    engine_settings: Any
+    """Section of the job that has the name of its engine, such as `horovod`; None if there is none."""
     work: Work
     """Number of steps and start time of the run, from which the fleet policy computes whether the run will meet its deadline."""
 
@@ -53,7 +53,7 @@ def record_job(loaded: LoadedSpec, plan: Plan, store: Store, script_data: Script
     return LaunchSpec(
         job=job_of(loaded, run["id"], submission, script_data),
         workers=spec.workers,
-        horovod=spec.horovod if spec.engine == "horovod" else None,
+        engine_settings=getattr(spec, spec.engine, None),
         work=Work(plan.total_steps, run["began"]),
     )
 

@@ -15,7 +15,7 @@ class Feature(StrEnum):
 
     SHARDED = "a sharded model (sharding.stage, or fully_shard() in the script)"
     ADASUM = "gradient.reduce=adasum"
-    HOROVOD = "engine=horovod"
+    LIBRARY = "another engine than torch, such as engine=horovod,"
     COMPRESSION = "gradient.compression"
     NOISE_SCALE = "gradient.noise_every_steps, or a schedule.batch_rule that measures noise,"
     SPARSE_GRADIENTS = "a model with sparse gradients (sparse=True)"
@@ -42,11 +42,11 @@ FORMATS = frozenset({Feature.BF16, Feature.FP16, Feature.HALF_PARAMETERS})
 SHARDED = Capabilities(
     "sharded", Feature.SHARDED, FORMATS | {Feature.COMPRESSION, Feature.NOISE_SCALE}, equal_rounds=True
 )
-ADASUM = Capabilities("adasum", Feature.ADASUM, FORMATS | {Feature.HOROVOD})
+ADASUM = Capabilities("adasum", Feature.ADASUM, FORMATS | {Feature.LIBRARY})
 DATA_PARALLEL = Capabilities(
     "data parallel",
     None,
-    FORMATS | {Feature.HOROVOD, Feature.COMPRESSION, Feature.NOISE_SCALE, Feature.SPARSE_GRADIENTS},
+    FORMATS | {Feature.LIBRARY, Feature.COMPRESSION, Feature.NOISE_SCALE, Feature.SPARSE_GRADIENTS},
 )
 ENGINES = (SHARDED, ADASUM, DATA_PARALLEL)
 """Engines in order of precedence. The first engine whose selecting feature a job requires trains the job; the last is the default."""
@@ -67,7 +67,7 @@ def features_of(settings: EngineSettings) -> set[Feature]:
     gradient = settings.gradient
     asked = {
         Feature.SHARDED: settings.sharding.stage > 0,
-        Feature.HOROVOD: settings.engine == "horovod",
+        Feature.LIBRARY: settings.engine != "torch",
         Feature.ADASUM: gradient.reduce == "adasum",
         Feature.COMPRESSION: gradient.compression != "none",
         Feature.NOISE_SCALE: settings.measures_noise,

@@ -1,17 +1,25 @@
 """Specs of the gradient and of the activations: the parts of a job's settings that decide how a model computes."""
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal, TypeAlias
 
 from annotated_types import Ge, Gt, MinLen
 from pydantic import StringConstraints
 from pydantic.dataclasses import dataclass as checked_dataclass
 
+from undula import extensions
 from undula.errors import STRICT
 from undula.plan.precision import Compute
 
-EngineName = Literal["torch", "horovod"]
+LIBRARIES = "undula.engines"
+"""Group of the entry points of libraries that reduce gradients, by the value of `engine`."""
+OWN_LIBRARIES: Mapping[str, str] = {"horovod": "undula.elastic.ray.horovod_trainer:LIBRARY"}
+if TYPE_CHECKING:
+    EngineName: TypeAlias = str
+else:
+    EngineName = Literal[("torch", *extensions.names(LIBRARIES, OWN_LIBRARIES))]
 Reduction = Literal["average", "sum", "adasum"]
 Compression = Literal["none", "fp16", "bf16"]
 UnitNames = Literal["auto"] | Annotated[tuple[Annotated[str, MinLen(1)], ...], MinLen(1)]

@@ -118,9 +118,9 @@ def _check_job(spec: StudySpec, job: JobSpec, job_file: Path, where: Where) -> N
             f"{where(['overrides'])}: {job_file} has trackers, but a study does not send its trials to trackers; remove them, or set "
             f"overrides: {{{', '.join(f'trackers.{key}: null' for key in SETTINGS)}}}"
         )
-    if spec.packed and job.engine == "horovod":
+    if spec.packed and job.engine != "torch":
         raise SpecError(
-            f"{where(['packed'])}: packed={spec.packed} trains in single processes and cannot be combined with engine=horovod of "
+            f"{where(['packed'])}: packed={spec.packed} trains in single processes and cannot be combined with engine={job.engine} of "
             f"{job_file}; remove one of them"
         )
     workers = job.workers

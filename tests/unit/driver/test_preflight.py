@@ -142,10 +142,9 @@ def test_horovod_without_nccl_is_refused_as_soon_as_the_workers_get_gpus(
 
 def test_only_the_horovod_engine_gets_horovods_settings(tmp_path: Path) -> None:
     store, plan = open_store(str(tmp_path / "run")), Plan(job(tmp_path).spec.plan, 48)
-    assert record_job(job(tmp_path), plan, store).horovod is None
+    assert record_job(job(tmp_path), plan, store).engine_settings is None
     spec = record_job(job(tmp_path, "engine=horovod", "horovod.timeout_s=7"), plan, store)
-    assert spec.horovod is not None
-    assert spec.horovod.timeout_s == 7
+    assert spec.engine_settings.timeout_s == 7
 
 
 def test_only_a_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ def test_each_engine_is_in_the_table_once_and_only_the_last_is_selected_by_nothi
 
 REQUIRED: dict[tuple[str, str], set[Feature]] = {
     ("engine", "torch"): set(),
-    ("engine", "horovod"): {Feature.HOROVOD},
+    ("engine", "horovod"): {Feature.LIBRARY},
     ("reduce", "average"): set(),
     ("reduce", "sum"): set(),
     ("reduce", "adasum"): {Feature.ADASUM},
@@ -50,8 +50,8 @@ def test_each_value_of_a_setting_requires_its_features() -> None:
     [
         (set(), "data parallel"),
         ({Feature.COMPRESSION, Feature.SPARSE_GRADIENTS, Feature.NOISE_SCALE, Feature.FP16}, "data parallel"),
-        ({Feature.HOROVOD, Feature.COMPRESSION}, "data parallel"),
-        ({Feature.HOROVOD, Feature.ADASUM}, "adasum"),
+        ({Feature.LIBRARY, Feature.COMPRESSION}, "data parallel"),
+        ({Feature.LIBRARY, Feature.ADASUM}, "adasum"),
         ({Feature.BF16, Feature.ADASUM}, "adasum"),
         ({Feature.SHARDED, Feature.FP16}, "sharded"),
     ],

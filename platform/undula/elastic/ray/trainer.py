@@ -2,7 +2,6 @@
 
 import threading
 from collections.abc import Callable
-from functools import partial
 from typing import Any, Literal, cast
 
 import ray
@@ -24,17 +23,17 @@ from ray.train.v2.torch.torch_trainer import TorchTrainer
 
 from undula.elastic.pure.fleet import FleetManager, Work
 from undula.elastic.pure.policy import collective_limit_s
-from undula.elastic.pure.spec import HorovodSpec, WorkersSpec
+from undula.elastic.pure.spec import WorkersSpec
 from undula.elastic.ray.backend import ElasticTorchConfig
 from undula.elastic.ray.capacity import Refusals
 from undula.elastic.ray.controller import ElasticController
 from undula.elastic.ray.environment import variables_of_worker
 from undula.elastic.ray.events import ControllerEvents, EventSink, log_event
 from undula.elastic.ray.failures import RetryUnlessBug
-from undula.elastic.ray.horovod import HorovodConfig, check, import_horovod
 from undula.elastic.ray.pool import START_TIMEOUT_S, WorkerPool
 from undula.elastic.ray.scaling import RUN_NAME
 from undula.errors import SpecError
+from undula.parallel.engines.library import library_named
 from undula.plan.fleet import FleetSpec
 from undula.recovery.progress import LONGEST_PHASE_S
 from undula.storage import Store
@@ -173,52 +172,6 @@ class ElasticTorchTrainer(ElasticTrainer, TorchTrainer):
         )
 
 
-class ElasticHorovodTrainer(ElasticTrainer):
-    """Successor of Ray's former HorovodTrainer. The number of workers varies within `ScalingConfig(num_workers=(min, max))`; it can be 1.
-
-    `hvd.init()` is called before the train function runs, and calling it again has no effect. The class takes the arguments of
-    HorovodTrainer, except for those that Ray Train has removed, and those of ElasticTrainer.
-
-    Raises:
-        ClusterError: Horovod is not installed here, or was built without a feature that `horovod_config` needs.
-    """
-
-    def __init__(
-        self,
-        train_loop_per_worker: Callable[[], Any] | Callable[[dict[str, Any]], Any],
-        *,
-        train_loop_config: dict[str, Any] | None = None,
-        horovod_config: HorovodConfig | None = None,
-        scaling_config: ScalingConfig | None = None,
-        run_config: RunConfig | None = None,
-        datasets: dict[str, Any] | None = None,
-        dataset_config: DataConfig | None = None,
-        validation_config: ValidationConfig | None = None,
-        prepare: Callable[[], None] | None = None,
-        **elastic: Any,
-    ):
-        horovod_config = horovod_config or HorovodConfig()
-        check(has_gpus=scaling_config is not None and bool(scaling_config.use_gpu))
-        super().__init__(
-            train_loop_per_worker,
-            train_loop_config=train_loop_config,
-            backend_config=horovod_config,
-            scaling_config=scaling_config,
-            run_config=run_config,
-            datasets=datasets,
-            dataset_config=dataset_config,
-            validation_config=validation_config,
-            prepare=partial(_import_horovod_and, prepare),
-            **elastic,
-        )
-
-
-def _import_horovod_and(prepare: Callable[[], None] | None) -> None:
-    import_horovod()
-    if prepare:
-        prepare()
-
-
 def scaling_config(workers: WorkersSpec) -> ScalingConfig:
     """Return Ray's ScalingConfig for the workers of a job."""
     return ScalingConfig(
@@ -240,7 +193,8 @@ def run_config(workers: WorkersSpec, store: Store) -> RunConfig:
 
 def elastic_trainer(
     train_loop_per_worker: Callable[[], Any],
-    horovod: HorovodSpec | None,
+    engine: str,
+    engine_settings: Any,
     workers: WorkersSpec,
     work: Work,
     store: Store,
@@ -248,9 +202,9 @@ def elastic_trainer(
     prepare: Callable[[], None],
     prepare_s: float,
 ) -> ElasticTrainer:
-    """Return the trainer of a job: an ElasticHorovodTrainer if settings of Horovod are given, otherwise an ElasticTorchTrainer."""
+    """Return the trainer of a job: that of the library which its `engine` names, with its settings, or an ElasticTorchTrainer."""
     timeout_s = int(collective_limit_s(workers.hang_limit_s))
-    settings: dict[str, Any] = {
+    arguments: dict[str, Any] = {
         "scaling_config": scaling_config(workers),
         "run_config": run_config(workers, store),
         "on_event": on_event,
@@ -261,10 +215,11 @@ def elastic_trainer(
         "fleet": workers.fleet,
         "work": work,
     }
-    if horovod is None:
-        return ElasticTorchTrainer(train_loop_per_worker, torch_config=TorchConfig(timeout_s=timeout_s), **settings)
-    config = HorovodConfig(torch_timeout_s=timeout_s, **vars(horovod))
-    return ElasticHorovodTrainer(train_loop_per_worker, horovod_config=config, **settings)
+    library = library_named(engine)
+    if library is None:
+        return ElasticTorchTrainer(train_loop_per_worker, torch_config=TorchConfig(timeout_s=timeout_s), **arguments)
+    trainer: ElasticTrainer = library.trainer(train_loop_per_worker, engine_settings, timeout_s, **arguments)
+    return trainer
 
 
 def ray_trainer(

@@ -11,12 +11,13 @@ from undula.errors import UsageError
 from undula.parallel.capabilities import EngineKind, engine_with, features_of, refusal
 from undula.parallel.collectives import AllRows, all_rows
 from undula.parallel.engines.engine import Engine
+from undula.parallel.engines.library import library_named
 from undula.parallel.layout import Layout
 from undula.parallel.parameters import features_of_model
 from undula.parallel.reduce.adasum import AdasumAccumulator
 from undula.parallel.reduce.exchange import Exchange, TorchExchange
 from undula.parallel.reduce.tree import TreeAccumulator
-from undula.parallel.spec import Compression, EngineName, EngineSettings
+from undula.parallel.spec import Compression, EngineSettings
 
 MakeEngine = Callable[[nn.Module, Layout], Engine]
 """Function that makes the engine of a module."""
@@ -74,24 +75,11 @@ def sent_as(compression: Compression) -> torch.dtype | None:
 
 
 def _exchange(layout: Layout, settings: EngineSettings) -> Exchange:
-    match settings.engine:
-        case "torch":
-            return TorchExchange(layout, settings.virtual_workers)
-        case "horovod":
-            from undula.parallel.reduce.horovod import HorovodExchange
-
-            return HorovodExchange(layout, settings.virtual_workers)
-        case _:
-            assert_never(settings.engine)
+    library = library_named(settings.engine)
+    make = library.exchange if library else TorchExchange
+    return make(layout, settings.virtual_workers)
 
 
-def _all_rows(layout: Layout, engine: EngineName) -> AllRows:
-    match engine:
-        case "torch":
-            return partial(all_rows, layout.shards)
-        case "horovod":
-            from undula.parallel.reduce import horovod
-
-            return horovod.all_rows
-        case _:
-            assert_never(engine)
+def _all_rows(layout: Layout, engine: str) -> AllRows:
+    library = library_named(engine)
+    return library.all_rows(layout) if library else partial(all_rows, layout.shards)

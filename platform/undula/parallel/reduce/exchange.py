@@ -39,6 +39,11 @@ class Exchange(ABC):
     Args:
         layout: Layout of the worker group.
         virtual_workers: Number of virtual workers of the plan.
+
+    Attributes:
+        rank: Rank of this process.
+        num_ranks: Number of ranks.
+        counts: Number of roots of each rank.
     """
 
     num_sent: ClassVar[int] = 0
@@ -47,8 +52,8 @@ class Exchange(ABC):
     def __init__(self, layout: Layout, virtual_workers: int):
         self._all = (0, virtual_workers)
         self._roots = layout.roots(virtual_workers)
-        self._counts = list(map(len, self._roots))
-        self._rank, self._num_ranks = layout.cell, layout.num_cells
+        self.counts = list(map(len, self._roots))
+        self.rank, self.num_ranks = layout.cell, layout.num_cells
         self._transfers: dict[int, Transfer] = {}
         self._last: Transfer | None = None
 
@@ -65,7 +70,7 @@ class Exchange(ABC):
         Exchange.num_sent += 1
         transfer = self._transfers.setdefault(place, Transfer(place))
         transfer.own, transfer.is_added = list(own), False
-        self._send_roots(transfer)
+        self.send_roots(transfer)
         if self._last:
             self._add(self._last)
         self._last = transfer
@@ -74,7 +79,7 @@ class Exchange(ABC):
         """Wait until the first root of this rank, of those passed to `send`, is the sum over all virtual workers."""
         transfer = self._transfers[place]
         self._add(transfer)
-        self._await_sums(transfer)
+        self.await_sums(transfer)
         transfer.own = []
 
     def _add(self, transfer: Transfer) -> None:
@@ -82,29 +87,29 @@ class Exchange(ABC):
         if transfer.is_added:
             return
         transfer.is_added = True
-        known = self._await_roots(transfer)
+        known = self.await_roots(transfer)
         nodes = (node for of_rank in self._roots for node in of_rank)
         total = combined(self._all, dict(zip(nodes, known, strict=True)), Tensor.add_)
-        self._send_sums(transfer, total)
+        self.send_sums(transfer, total)
 
-    def _slices(self, tensor: Tensor) -> tuple[Tensor, ...]:
+    def slices(self, tensor: Tensor) -> tuple[Tensor, ...]:
         """Return the slice of each rank."""
-        return torch.split(tensor, len(tensor) // self._num_ranks)
+        return torch.split(tensor, len(tensor) // self.num_ranks)
 
     @abstractmethod
-    def _send_roots(self, transfer: Transfer) -> None:
+    def send_roots(self, transfer: Transfer) -> None:
         """Begin to send the roots of this rank."""
 
     @abstractmethod
-    def _await_roots(self, transfer: Transfer) -> list[Tensor]:
+    def await_roots(self, transfer: Transfer) -> list[Tensor]:
         """Return what this rank adds up of the roots of all ranks, in order."""
 
     @abstractmethod
-    def _send_sums(self, transfer: Transfer, total: Tensor) -> None:
+    def send_sums(self, transfer: Transfer, total: Tensor) -> None:
         """Begin to send the sum to the ranks that need it."""
 
     @abstractmethod
-    def _await_sums(self, transfer: Transfer) -> None:
+    def await_sums(self, transfer: Transfer) -> None:
         """Wait until the sum is complete."""
 
 
@@ -114,49 +119,49 @@ class TorchExchange(Exchange):
     def __init__(self, layout: Layout, virtual_workers: int):
         super().__init__(layout, virtual_workers)
         self._group = layout.shards
-        self._swaps = self._counts == [1, 1]
-        self._others = [rank for rank in range(self._num_ranks) if rank != self._rank]
+        self._swaps = self.counts == [1, 1]
+        self._others = [rank for rank in range(self.num_ranks) if rank != self.rank]
         # Gloo can sum tensors on GPUs, but it sends those in host memory only from one rank to another.
         self._through_host = layout.device.type != "cpu" and dist.get_backend(self._group) == "gloo"
         self._targets: dict[int, Tensor] = {}
 
-    def _send_roots(self, transfer: Transfer) -> None:
+    def send_roots(self, transfer: Transfer) -> None:
         if self._through_host:
             self._targets[transfer.place] = transfer.own[0]
             transfer.own = [root.cpu() for root in transfer.own]
-        length = len(transfer.own[0]) // (1 if self._swaps else self._num_ranks)
+        length = len(transfer.own[0]) // (1 if self._swaps else self.num_ranks)
         if transfer.received is None:
-            transfer.received = transfer.own[0].new_empty(sum(self._counts) - self._counts[self._rank], length)
+            transfer.received = transfer.own[0].new_empty(sum(self.counts) - self.counts[self.rank], length)
         rows = iter(transfer.received)
-        incoming = [(next(rows), rank, number) for rank in self._others for number in range(self._counts[rank])]
+        incoming = [(next(rows), rank, number) for rank in self._others for number in range(self.counts[rank])]
         outgoing = [
-            (root if self._swaps else self._slices(root)[rank], rank, number)
+            (root if self._swaps else self.slices(root)[rank], rank, number)
             for rank in self._others
             for number, root in enumerate(transfer.own)
         ]
         self._begin(transfer, incoming, outgoing)
 
-    def _await_roots(self, transfer: Transfer) -> list[Tensor]:
+    def await_roots(self, transfer: Transfer) -> list[Tensor]:
         await_messages(transfer)
         assert transfer.received is not None
         if self._swaps:
             return [*transfer.own, *transfer.received]  # the order of two terms does not matter
-        own = [self._slices(root)[self._rank] for root in transfer.own]
-        before = sum(self._counts[: self._rank])
+        own = [self.slices(root)[self.rank] for root in transfer.own]
+        before = sum(self.counts[: self.rank])
         return [*transfer.received[:before], *own, *transfer.received[before:]]
 
-    def _send_sums(self, transfer: Transfer, total: Tensor) -> None:
+    def send_sums(self, transfer: Transfer, total: Tensor) -> None:
         if self._swaps:
             return  # each rank has added the other's root to its own
-        slices = self._slices(transfer.own[0])
-        mine = slices[self._rank]
+        slices = self.slices(transfer.own[0])
+        mine = slices[self.rank]
         if total.data_ptr() != mine.data_ptr():
             mine.copy_(total)
-        number = max(self._counts)
+        number = max(self.counts)
         incoming = [(slices[rank], rank, number) for rank in self._others]
         self._begin(transfer, incoming, [(mine, rank, number) for rank in self._others])
 
-    def _await_sums(self, transfer: Transfer) -> None:
+    def await_sums(self, transfer: Transfer) -> None:
         await_messages(transfer)
         if self._through_host:
             self._targets[transfer.place].copy_(transfer.own[0])
@@ -168,7 +173,7 @@ class TorchExchange(Exchange):
         outgoing: Sequence[tuple[Tensor, int, int]],
     ) -> None:
         """Begin to send and receive tensors, each with the other rank and the number of the message among those of the bucket."""
-        first = transfer.place * (max(self._counts) + 1)
+        first = transfer.place * (max(self.counts) + 1)
         messages = [(dist.irecv, *message) for message in incoming] + [(dist.isend, *message) for message in outgoing]
         transfer.works = dist.batch_isend_irecv(
             [

@@ -8,7 +8,6 @@ import horovod.torch as hvd
 import torch
 from torch import Tensor
 
-from undula.parallel.collectives import as_bytes
 from undula.parallel.reduce.exchange import Exchange, Transfer
 
 POLL_INTERVAL_S = 0.0002
@@ -33,22 +32,22 @@ class HorovodExchange(Exchange):
     Horovod supports neither bfloat16 nor messages between two ranks, so all tensors are sent as integers that have the same bytes.
     """
 
-    def _send_roots(self, transfer: Transfer) -> None:
-        slices = zip(*map(self._slices, transfer.own), strict=True)
+    def send_roots(self, transfer: Transfer) -> None:
+        slices = zip(*map(self.slices, transfer.own), strict=True)
         sent = torch.cat([root for of_rank in slices for root in of_rank])
         sent = sent.view(torch.int64)  # slices have a multiple of 64 bytes, and Horovod counts elements in 32 bits
-        splits = torch.full((self._num_ranks,), len(sent) // self._num_ranks, dtype=torch.int32, device="cpu")
+        splits = torch.full((self.num_ranks,), len(sent) // self.num_ranks, dtype=torch.int32, device="cpu")
         transfer.works = [hvd.alltoall_async(sent, splits, name=f"undula.roots.{transfer.place}")]
 
-    def _await_roots(self, transfer: Transfer) -> list[Tensor]:
+    def await_roots(self, transfer: Transfer) -> list[Tensor]:
         (handle,) = transfer.works
         received, _ = _await(handle)
-        slices = received.view(transfer.own[0].dtype).view(sum(self._counts), -1)
+        slices = received.view(transfer.own[0].dtype).view(sum(self.counts), -1)
         return list(slices)
 
-    def _send_sums(self, transfer: Transfer, total: Tensor) -> None:
-        transfer.works = [hvd.allgather_async(as_bytes(total), name=f"undula.sums.{transfer.place}")]
+    def send_sums(self, transfer: Transfer, total: Tensor) -> None:
+        transfer.works = [hvd.allgather_async(total.view(torch.uint8), name=f"undula.sums.{transfer.place}")]
 
-    def _await_sums(self, transfer: Transfer) -> None:
+    def await_sums(self, transfer: Transfer) -> None:
         (handle,) = transfer.works
         transfer.own[0].copy_(_await(handle).view(transfer.own[0].dtype))
