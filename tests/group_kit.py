@@ -15,6 +15,7 @@ import psutil
 import pytest
 import torch
 import torch.distributed as dist
+from average_part import averaged
 from drawn_changes import drawn_change
 from feature_scripts import Loop, Train, adamw, of_name, square, with_own_average
 from features import FEATURES, SCALE_INTERVAL, Feature
@@ -110,6 +111,7 @@ SCRIPTS = {
     "decayed after a gather, with state": Feature(partial(decayed, gathers=True, has_state=True)),
     "decayed after a gather in after_step": Feature(partial(decayed, in_after_step=True, gathers=True)),
     "an average that is lost": Feature(partial(with_own_average, is_kept=False)),
+    "averaged": Feature(averaged, {"sharding": ShardingSpec(3)}),
     "wide": Feature(Loop(wide, adamw), {"sharding": ShardingSpec(3)}),
 }
 """Rows that workers can train, by name."""

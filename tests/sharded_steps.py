@@ -148,7 +148,8 @@ def run_step(
     )
     samples = plan.step(step).samples
     engine.begin_step(work)
-    meter.begin_step(step, 1, engine.watch_gradients)
+    meter.watch = engine.watch_gradients
+    meter.begin_step(step, 1)
     for place, micro_batch in enumerate(work):
         is_last = place == len(work) - 1
         engine.before_forward(is_last)
@@ -157,7 +158,7 @@ def run_step(
             loss = loss * torch.nan
         meter.begin_backward()
         engine.backward(loss, micro_batch.samples / samples, micro_batch, is_last)
-        meter.end_backward(micro_batch.samples)
+        meter.end_micro_batch(micro_batch.samples, micro_batch.virtual_worker)
     norm, _ = engine.finish_gradients(samples, max_norm=max_norm)
     return norm.item()
 

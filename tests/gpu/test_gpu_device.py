@@ -64,10 +64,10 @@ def test_a_buffer_that_a_forward_pass_makes_on_the_cpu_moves_to_the_gpu(device: 
     summed: list[str] = []
     buffers = BufferMean(module)
     buffers._all_reduce = lambda tensor: summed.append(tensor.device.type)
-    buffers.begin_step()
+    buffers.begin_step(0, 1)
     buffers.begin_micro_batch()
     module.seen = torch.ones(2)
-    buffers.end_micro_batch(1)
+    buffers.end_micro_batch(1, 0)
     buffers.end_step(1)
     assert module.seen.device == device
     assert set(summed) == {"cuda"}, "NCCL sums nothing else"

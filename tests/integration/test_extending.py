@@ -1,4 +1,4 @@
-"""Tests of the package in docs/extending.md, which adds a command, a check and an engine from outside of the library."""
+"""Tests of the package in docs/extending.md, which adds a command, a check, a part of a step and an engine from outside of the library."""
 
 import re
 import subprocess
@@ -8,6 +8,9 @@ from pathlib import Path
 
 import pytest
 from outside import installed_files
+
+from undula.state.commit import find_commits
+from undula.storage import open_store
 
 PAGE = Path(__file__).parents[2] / "docs" / "extending.md"
 SCRIPT = """
@@ -28,7 +31,7 @@ def train(run):
 if __name__ == "__main__":
     undula.main(train)
 """
-JOB = "name: job\nplan: {global_batch: 12, virtual_workers: 3}\nworkers: {min: 2, max: 2}\nconfig: {team: vision}\n"
+JOB = "name: job\nplan: {global_batch: 12, virtual_workers: 3}\nworkers: {min: 2, max: 2}\nconfig: {team: vision, average_decay: 0.9}\n"
 
 
 class Outside:
@@ -67,6 +70,7 @@ def test_an_engine_of_another_package_has_the_bits_of_the_librarys_own(outside: 
         assert done.returncode == 0, done.stdout + done.stderr
     same = outside.undula("verify", "runs/theirs", "--against", "runs/ours")
     assert same.returncode == 0, same.stdout
+    assert "average.0.weight" in find_commits(open_store(f"{outside.folder}/runs/theirs"))[0][0].tensors
     assert outside.undula("lost-steps", "runs/theirs").stdout == "0\n"
 
 

@@ -18,9 +18,10 @@ from undula.parallel.collectives import all_reduce_over
 from undula.parallel.layout import Layout
 from undula.parallel.reduce.tree_sum import TreeSum
 from undula.train.buffer_rules import INTEGERS, Constants, Flags, Group, Integers, Means, is_constant, kind_of
+from undula.train.step_part import StepPart
 
 
-class BufferMean:
+class BufferMean(StepPart):
     """Combines the changes of a module's buffers over the virtual workers of a step.
 
     Args:
@@ -48,7 +49,7 @@ class BufferMean:
         self._lay_out()
         self._begin: list[Tensor] = []
 
-    def begin_step(self) -> None:
+    def begin_step(self, index: int, merged_steps: int) -> None:
         if any(buffers[key] is not known for (buffers, key), known in zip(self._places, self._in_places, strict=True)):
             self._lay_out()
         self._begin = [buffer.clone() for buffer in self._buffers]
@@ -61,7 +62,7 @@ class BufferMean:
         if self._buffers:
             torch._foreach_copy_(self._buffers, self._begin)
 
-    def end_micro_batch(self, samples: int, virtual_worker: int = 0) -> None:
+    def end_micro_batch(self, samples: int, virtual_worker: int) -> None:
         """Add the changes of a micro-batch. A rank runs those of one virtual worker after those of another.
 
         Raises:
@@ -86,7 +87,7 @@ class BufferMean:
             for group in self._groups:
                 group.end_micro_batch(samples, virtual_worker)
 
-    def end_step(self, step_samples: int) -> None:
+    def end_step(self, samples: int) -> None:
         """Set the buffers to their values after the step.
 
         Raises:
@@ -95,7 +96,7 @@ class BufferMean:
         """
         self._put_back()
         for group in self._groups:
-            group.end_step(step_samples)
+            group.end_step(samples)
         self._set_new()
 
     def _lay_out(self) -> None:

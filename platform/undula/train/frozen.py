@@ -6,12 +6,13 @@ from typing import Any
 from torch import nn
 
 from undula.state.model_state import named_parameters
+from undula.train.step_part import StepPart
 
 FROZEN = "frozen_parameters"
 """Name of the value in the state: lists of the names of frozen parameters, those `at_start` and those `now`."""
 
 
-class FrozenParameters:
+class FrozenParameters(StepPart):
     """Frozen parameters of a model.
 
     A state has them if they have changed since the script made the model. If a script has other parameters frozen at the start than it had
@@ -25,7 +26,7 @@ class FrozenParameters:
         self._model = model
         self._at_start = self._frozen()
 
-    def values(self) -> dict[str, Any]:
+    def state(self) -> dict[str, Any]:
         """Return the value of the state by its name, if there is one."""
         now = self._frozen()
         return {FROZEN: {"at_start": self._at_start, "now": now}} if now != self._at_start else {}

@@ -13,6 +13,7 @@ import torch
 
 from undula.plan.precision import PrecisionSpec
 from undula.state.pieces import Piece, piece_of
+from undula.train.step_part import StepPart, Update
 
 STATE = "precision.loss_scale"
 INITIAL = 2.0**16
@@ -45,7 +46,7 @@ class Scale:
         return Scale(grown if math.isfinite(grown) else self.factor)
 
 
-class LossScale:
+class LossScale(StepPart):
     """Loss scale of a run on this rank. It is the same on all ranks, because they agree on which steps overflow."""
 
     def __init__(self, precision: PrecisionSpec):
@@ -71,8 +72,11 @@ class LossScale:
         """Factor on the loss of the step; None if the loss is not scaled."""
         return self.current.factor if self.is_used else None
 
-    def update(self, overflows: bool) -> None:
-        """Update the scale after a committed step. Snapshots read the state, so none may be in progress."""
-        if self.is_used:
-            after = self.current.after(overflows, self._is_dynamic, GROWTH_INTERVAL)
-            self._state.copy_(torch.tensor(astuple(after), dtype=torch.float64, device="cpu"))
+    def updated(self, update: Update) -> dict[str, float]:
+        """Follow an update, and return the scale that it had."""
+        if not self.is_used:
+            return {}
+        before = self.current
+        after = before.after(not update.applies, self._is_dynamic, GROWTH_INTERVAL)
+        self._state.copy_(torch.tensor(astuple(after), dtype=torch.float64, device="cpu"))
+        return {"loss_scale": before.factor}

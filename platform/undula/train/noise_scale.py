@@ -17,13 +17,14 @@ from undula.parallel.gradient_hooks import ShowGradient
 from undula.plan.noise import Measured, StepNorms
 from undula.state.pieces import Piece, piece_of
 from undula.state.squares import square_sums
+from undula.train.step_part import StepPart, Update
 
 STATE = "measured.gradient_noise"
 HELD_BYTES = 32 * 2**20
 """Size in bytes of the gradients that a backward pass collects before it computes their norms together."""
 
 
-class NoiseScaleMeter:
+class NoiseScaleMeter(StepPart):
     """Computes the norms of a step's gradients in hooks, and averages the estimates of the noise scale.
 
     An engine shows the gradient of each parameter in one backward pass, before it is accumulated and before the engine reduces it. The
@@ -32,10 +33,13 @@ class NoiseScaleMeter:
     Args:
         every_steps: Number of steps between measurements; 0 for none.
         scale: Factor by which the engine's gradients are larger than the mean over samples.
+        watch: Function that lets a function see the gradients of a step.
     """
 
-    def __init__(self, every_steps: int, scale: float = 1.0):
-        self._every_steps = every_steps
+    def __init__(
+        self, every_steps: int, scale: float = 1.0, watch: Callable[[ShowGradient], None] = lambda _show: None
+    ):
+        self._every_steps, self.watch = every_steps, watch
         self.scale = scale
         self._is_measured = self._is_on = False
         self._collected: list[Tensor] = []
@@ -57,26 +61,19 @@ class NoiseScaleMeter:
     def measured(self) -> Measured:
         return Measured.of(*self._state.tolist())
 
-    def begin_step(self, index: int, steps: int, watch: Callable[[ShowGradient], None]) -> None:
-        """Begin an optimizer step. The plan decides whether the step is measured, so that all ranks agree.
-
-        Args:
-            index: Number of the optimizer step's first step of the plan.
-            steps: Number of steps of the plan that the optimizer step merges.
-            watch: Function that lets a function see the gradients of the step. It is called if the step is measured.
-        """
+    def begin_step(self, index: int, merged_steps: int) -> None:
+        """Begin an optimizer step. The plan decides whether the step is measured, so that all ranks agree."""
         every = self._every_steps
-        self._is_measured = bool(every) and (index + steps) // every > index // every
+        self._is_measured = bool(every) and (index + merged_steps) // every > index // every
         self._squares = []
         if self._is_measured:
-            watch(self._collect)
+            self.watch(self._collect)
 
     def begin_backward(self) -> None:
         self._is_on = self._is_measured
         self._clear()
 
-    def end_backward(self, samples: int) -> None:
-        """End the backward pass of a micro-batch. `samples` is 0 if this rank has no share of a short step."""
+    def end_micro_batch(self, samples: int, virtual_worker: int) -> None:
         self._reduce_collected()
         if samples and self._parts:
             self._squares.append((torch.cat(self._parts), samples))
@@ -100,6 +97,12 @@ class NoiseScaleMeter:
             _sum(islice(values, len(squares))) / (samples / step_samples) / (self.scale * loss_scale) ** 2
             for squares, samples in self._squares
         ]
+
+    def updated(self, update: Update) -> dict[str, float]:
+        """Add the measurement of a step to the averages, and return its noise scale in samples, if it has one."""
+        norms = update.totals.norms(update.step.samples, self.scale) if update.applies else None
+        noise = self.keep(norms, update.clock)
+        return {} if noise is None else {"noise_scale": noise}
 
     def keep(self, norms: StepNorms | None, clock: float) -> float | None:
         """Add the measurement of a committed step to the averages.

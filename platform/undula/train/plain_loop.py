@@ -169,7 +169,7 @@ class PlainStep(Step):
 
     def batches(self) -> Iterator[Any]:
         seed = self._job.plan.seed
-        self._buffers.begin_step()
+        self._buffers.begin_step(self.index, 1)
         for number, (micro_batch, batch) in enumerate(self._recorded.batches, 1):
             self.micro_batch, self.is_last = micro_batch, number == len(self._recorded.batches)
             self._buffers.begin_micro_batch()
@@ -184,7 +184,7 @@ class PlainStep(Step):
         weight = self.micro_batch.samples / self.samples if share is None else share
         self._loss_sum += float(loss.detach()) * self.micro_batch.samples
         (loss * (weight * self._job.gradient_scale)).backward()  # type: ignore[no-untyped-call]
-        self._buffers.end_micro_batch(self.micro_batch.samples)
+        self._buffers.end_micro_batch(self.micro_batch.samples, 0)
         for parameter in self._engine.module.parameters():
             if parameter.grad is not None:
                 leaves = self._leaves.setdefault(parameter, {(v, v + 1): None for v in range(self._all[1])})

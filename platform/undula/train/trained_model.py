@@ -19,6 +19,7 @@ from undula.train.loss_scale import LossScale
 from undula.train.noise_scale import NoiseScaleMeter
 from undula.train.randomness import seed_micro_batch, seed_update
 from undula.train.script_guard import ScriptGuard
+from undula.train.step_part import StepPart, Update, added_parts
 from undula.train.step_reduction import StepTotals
 
 
@@ -41,10 +42,11 @@ class TrainedModel:
         self.engine, self.module, self.rates = engine, module, rates
         self.baseline = Baseline(engine.module, engine.optimizer)
         self.guard = ScriptGuard(engine, module, engine.optimizer, self.baseline)
-        self._buffers = BufferMean(engine.module, layout, plan.spec.virtual_workers)
-        self._frozen = FrozenParameters(engine.module)
-        self._noise = NoiseScaleMeter(job.noise_every_steps, job.gradient_scale)
+        self._noise = NoiseScaleMeter(job.noise_every_steps, job.gradient_scale, engine.watch_gradients)
         self.loss_scale = LossScale(job.precision)
+        buffers = BufferMean(engine.module, layout, plan.spec.virtual_workers)
+        own: list[StepPart] = [buffers, FrozenParameters(engine.module), self._noise, self.loss_scale]
+        self._parts = (*own, *added_parts(job, engine.module, engine.optimizer, layout))
         self._rate, _ = rate_for(job.schedule, plan, layout.num_cells, 0, {})
 
     @property
@@ -54,9 +56,7 @@ class TrainedModel:
     def values(self) -> dict[str, Any]:
         """Return the pieces and values that belong to the state of the run beside those of the model and the optimizer, by name."""
         return {
-            **self._frozen.values(),
-            **self._noise.state(),
-            **self.loss_scale.state(),
+            **{name: value for part in self._parts for name, value in part.state().items()},
             **self._rate.values(),
             **self.rates.values(),
             **self.baseline.work.values(),
@@ -75,7 +75,8 @@ class TrainedModel:
         job, plan, cells = self._job, self._plan, self._layout.num_cells
         self._rate, change = rate_for(job.schedule, plan, cells, start, values)
         self.rates.restore(values)
-        self._frozen.restore(values)
+        for part in self._parts:
+            part.restore(values)
         return change
 
     def rate_of(self, step: OptimizerStep) -> StepRate:
@@ -84,27 +85,29 @@ class TrainedModel:
 
     def begin_step(self, step: OptimizerStep, work: Sequence[MicroBatch]) -> None:
         """Begin the batches of a step with the micro-batches of this rank."""
-        self._buffers.begin_step()
         self.engine.begin_step(work)
         self.guard.begin_batches()
-        self._noise.begin_step(step.index, step.merged_steps, self.engine.watch_gradients)
+        for part in self._parts:
+            part.begin_step(step.index, step.merged_steps)
 
     def begin_batch(self, micro_batch: MicroBatch, is_last: bool) -> None:
         """Prepare the forward pass of a micro-batch."""
         self.engine.before_forward(is_last)
-        self._buffers.begin_micro_batch()
+        for part in self._parts:
+            part.begin_micro_batch()
         seed_micro_batch(self._job.plan.seed, micro_batch.step, micro_batch.virtual_worker, micro_batch.number)
         self.guard.begin_batch()
 
     def backward(self, loss: Tensor, part: float, micro_batch: MicroBatch, is_last: bool) -> None:
         """Run the backward pass of a micro-batch, whose loss is this part of the loss of the step."""
         weight = self._job.gradient_scale * part * (self.loss_scale.factor or 1.0)
-        self._noise.begin_backward()
+        for each in self._parts:
+            each.begin_backward()
         self.guard.before_backward()
         self.engine.backward(loss, weight, micro_batch, is_last)
         self.guard.after_backward()
-        self._noise.end_backward(micro_batch.samples)
-        self._buffers.end_micro_batch(micro_batch.samples, micro_batch.virtual_worker)
+        for each in self._parts:
+            each.end_micro_batch(micro_batch.samples, micro_batch.virtual_worker)
 
     def reduce(self, samples: int, max_norm: float | None) -> tuple[Tensor, Tensor]:
         """Reduce and clip the gradient of a step of so many samples.
@@ -113,7 +116,8 @@ class TrainedModel:
             Norm of the gradient before clipping, and whether it overflows on this rank, as scalars on the device.
         """
         gradient = self.engine.finish_gradients(samples, max_norm=max_norm, loss_scale=self.loss_scale.factor)
-        self._buffers.end_step(samples)
+        for part in self._parts:
+            part.end_step(samples)
         return gradient
 
     def small_squares(self, samples: int) -> list[float]:
@@ -124,15 +128,12 @@ class TrainedModel:
         """Step the optimizer, unless the gradient overflowed on any rank.
 
         Returns:
-            What was measured about the gradient, by name.
+            What the parts of the step have measured, by name.
         """
-        applies, factor = not totals.overflows, self.loss_scale.factor
+        update = Update(step, totals, rate.clock)
         seed_update(self._job.plan.seed, step.index)
         with self.guard.own_update():
-            self.engine.step(applies)
-        if applies:
+            self.engine.step(update.applies)
+        if update.applies:
             self.rates.advance()
-        self.loss_scale.update(totals.overflows)
-        noise = self._noise.keep(totals.norms(step.samples, self._job.gradient_scale) if applies else None, rate.clock)
-        measured = {"noise_scale": noise, "loss_scale": factor}
-        return {name: value for name, value in measured.items() if value is not None}
+        return {name: value for part in self._parts for name, value in part.updated(update).items()}

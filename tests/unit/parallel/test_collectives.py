@@ -61,7 +61,7 @@ def _train_step(rank: int, world_size: int, dtype: torch.dtype) -> tuple[list[fl
         return loss
 
     for _ in range(2):
-        buffers.begin_step()
+        buffers.begin_step(0, 1)
         gradients = step_gradients(engine, SHARES, loss_of)
         buffers.end_step(sum(SHARES))
     return list(chain(*gradients)), [float(value) for buffer in module.buffers() for value in buffer.flatten()]
@@ -116,7 +116,7 @@ def _constant_buffers(rank: int, world_size: int) -> list[list[float]]:
         module.register_buffer(name, buffer)
     buffers = BufferMean(module, join_layout(rank, world_size, torch.device("cpu")), world_size)
     for _ in range(50):
-        buffers.begin_step()
+        buffers.begin_step(0, 1)
         buffers.begin_micro_batch()
         buffers.end_micro_batch([3, 0][rank], rank)  # the second rank has no samples
         buffers.end_step(3)
@@ -224,7 +224,7 @@ def _statistics(rank: int, world_size: int, sets_scale: bool = True) -> list[flo
     data, module = torch.randn(4, 3), _Statistics()
     buffers = BufferMean(module, join_layout(rank, world_size, torch.device("cpu")), virtual_workers=4)
     for sizes in ((3, 3, 3, 3), (3, 3, 0, 0)):
-        buffers.begin_step()
+        buffers.begin_step(0, 1)
         for place in assign(4, world_size)[rank]:
             buffers.begin_micro_batch()
             module(data[place] * sum(sizes), sets_scale or rank == 0)
@@ -252,8 +252,8 @@ def test_a_buffer_that_a_forward_pass_makes_elsewhere_is_summed_on_the_device_of
     """The meta device stands for a GPU, because NCCL cannot sum tensors in host memory."""
     module = _Statistics().to("meta")
     buffers = BufferMean(module)
-    buffers.begin_step()
+    buffers.begin_step(0, 1)
     buffers.begin_micro_batch()
     module.scale = torch.ones(1)
-    buffers.end_micro_batch(1)
+    buffers.end_micro_batch(1, 0)
     assert [value.device.type for value in buffers._new.values()] == ["meta"]

@@ -11,7 +11,7 @@ from group_kit import SCRIPTS, Fault, Place, Workers
 
 from undula.parallel.spec import ShardingSpec
 from undula.plan.sizes import UPDATES
-from undula.state.events import StartEvent
+from undula.state.events import LogEvent, StartEvent
 from undula.state.ledger import events_of, read_ledger
 from undula.storage import Store
 from undula.train.job import Job
@@ -22,6 +22,8 @@ CHANGED = ["decayed", "decayed in after_step"]
 """Scripts that change weights between two steps, which no record has."""
 NOT_CHANGED = "not changed"
 """Script that changes no weights there, and whose ranks do not meet between two steps."""
+AVERAGED = "averaged"
+"""Script whose steps have a part with state of its own, an average of the shards."""
 COMMITS_NOWHERE: list[Place] = ["before the reduction", "between reduction and commit", "inside the commit"]
 COMMITS: list[Place] = ["after its commit", "in the optimizer's step", "after the optimizer's step"]
 
@@ -33,12 +35,12 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, li
     numbers = {}
     with Workers(folder) as workers:
         worker = workers.start()
-        for place, name in enumerate((*STAGE_3, *CHANGED, NOT_CHANGED)):
+        for place, name in enumerate((*STAGE_3, *CHANGED, NOT_CHANGED, AVERAGED)):
             whole = replace(SCRIPTS[name].job(folder / str(place)), sharding=ShardingSpec())
             (end,) = workers.train([worker], name, whole)
             assert end is not None
             assert end.how == "ended"
-            numbers[name] = numbers_of(whole)
+            numbers[name] = {**numbers_of(whole), **sums_of(whole)}
     return numbers
 
 
@@ -50,6 +52,12 @@ def workers(tmp_path: Path) -> Iterator[Workers]:
 
 def starts_of(job: Job) -> list[int]:
     return [event.step for event in events_of(read_ledger(Store(job.run_url)).events, StartEvent)]
+
+
+def sums_of(job: Job) -> dict[str, list[Any]]:
+    """Return what a script has logged after the last step, if it has."""
+    logs = events_of(read_ledger(Store(job.run_url)).events, LogEvent)
+    return {"sum": [log.values["sum"] for log in logs]} if logs else {}
 
 
 def without(numbers: dict[str, list[Any]], key: str) -> dict[str, list[Any]]:
@@ -111,6 +119,23 @@ def test_what_a_script_changes_between_steps_is_not_lost_with_a_rank(
     assert [end and end.how for end in ends] == ["broken", None, "broken"]
     workers.train([members[0], members[2]], name, job, every=every)
     assert numbers_of(job) == expected[name]
+
+
+@pytest.mark.parametrize("every", [1, 4])
+@pytest.mark.parametrize("place", [*COMMITS_NOWHERE, *COMMITS])
+def test_the_state_of_a_part_is_of_one_moment_with_the_weights(
+    place: Place, every: int, workers: Workers, tmp_path: Path, expected: dict[str, Any]
+) -> None:
+    job = SCRIPTS[AVERAGED].job(tmp_path / "job")
+    members = [workers.start() for _ in range(3)]
+    ends = workers.train(members, AVERAGED, job, fault=Fault(place, rank=1, step=6), every=every)
+    assert [end and end.how for end in ends] == ["broken", None, "broken"]
+    workers.train([members[0], members[2]], AVERAGED, job, every=every)
+    repeated = {"logged.before", "validation.step", "validation.loss"}  # a validation is done again with its step
+    numbers = {**numbers_of(job), **sums_of(job)}
+    assert {key: numbers[key] for key in expected[AVERAGED].keys() - repeated} == {
+        key: values for key, values in expected[AVERAGED].items() if key not in repeated
+    }
 
 
 @pytest.mark.parametrize("stage", [0, 3])

@@ -47,11 +47,12 @@ def one_step(
     """
     samples = sum(map(len, shares))
     module.zero_grad()
-    meter.begin_step(index, 1, partial((hooks or GradientHooks()).attach, trainable(module)))
+    meter.watch = partial((hooks or GradientHooks()).attach, trainable(module))
+    meter.begin_step(index, 1)
     for share in shares:
         meter.begin_backward()
         (module(share) * scale * len(share) / samples).backward()
-        meter.end_backward(len(share))
+        meter.end_micro_batch(len(share), 0)
     small = meter.small_squares(samples)
     return StepNorms(sum(small), (float(gradient_norm(module.parameters())) / scale) ** 2, len(small), samples)
 
@@ -179,8 +180,8 @@ def test_a_run_without_measurements_saves_no_additional_state(tmp_path: Path) ->
 
 def test_a_gradient_in_parts_is_refused() -> None:
     layer = nn.Linear(2, 1)
-    meter = NoiseScaleMeter(every_steps=1)
-    meter.begin_step(0, 1, partial(GradientHooks().attach, trainable(layer)))
+    meter = NoiseScaleMeter(every_steps=1, watch=partial(GradientHooks().attach, trainable(layer)))
+    meter.begin_step(0, 1)
     meter.begin_backward()
     x = torch.ones(1, 2, requires_grad=True)
     twice = checkpoint(layer, x, use_reentrant=True) + checkpoint(layer, 2 * x, use_reentrant=True)

@@ -71,12 +71,13 @@ def _measured() -> float:
 
     Therefore |G|^2 = (2 * 4 - 5) / 1 and tr(Sigma) = 16 (5 - 4) / 1, in the formulas of `StepNorms.estimates`.
     """
-    weights, meter, samples = nn.Parameter(torch.zeros(2, dtype=torch.float64)), NoiseScaleMeter(every_steps=1), 16
-    meter.begin_step(0, 1, lambda show: weights.register_hook(partial(show, "the weights")))  # type: ignore[no-untyped-call]
+    weights, samples = nn.Parameter(torch.zeros(2, dtype=torch.float64)), 16
+    meter = NoiseScaleMeter(1, watch=lambda show: weights.register_hook(partial(show, "the weights")))  # type: ignore[no-untyped-call]
+    meter.begin_step(0, 1)
     for gradient in ((3.0, 0.0), (1.0, 0.0)):
         meter.begin_backward()
         (weights @ torch.tensor(gradient, dtype=torch.float64) * 8 / samples).backward()  # type: ignore[no-untyped-call]
-        meter.end_backward(8)
+        meter.end_micro_batch(8, 0)
     assert weights.grad is not None
     small, whole = sum(meter.small_squares(samples)), float(weights.grad.square().sum())
     scale = meter.keep(StepNorms(small, whole, 2, samples), clock=0.0)

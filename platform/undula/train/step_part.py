@@ -1,0 +1,101 @@
+"""Parts of a step beside the model and the optimizer, each of which may have state of its own, such as an average of the weights.
+
+Other packages add parts by entry points of the group `undula.parts` (docs/extending.md).
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import torch
+from torch import nn
+
+from undula import extensions
+from undula.data.script.pickling import unpickled
+from undula.errors import UsageError
+from undula.parallel.layout import Layout
+from undula.plan.plan import OptimizerStep
+from undula.train.job import Job
+from undula.train.step_reduction import StepTotals
+
+GROUP = "undula.parts"
+
+
+@dataclass(frozen=True)
+class Update:
+    """An update of the model that all ranks have taken."""
+
+    step: OptimizerStep
+    totals: StepTotals
+    clock: float
+    """Position of the schedule after the step, in samples of the base batch."""
+
+    @property
+    def applies(self) -> bool:
+        """Whether the optimizer has stepped. It skips a step whose gradient overflows on any rank."""
+        return not self.totals.overflows
+
+
+class StepPart:
+    """A part of each step. Its methods are called in the order in which they stand here; those that it does not need do nothing.
+
+    All ranks call the methods, each with its own micro-batches. The state must be a function of what is equal on all ranks, or of the
+    weights, whose shards a part treats as the optimizer does.
+    """
+
+    def restore(self, values: Mapping[str, Any]) -> None:
+        """Take the JSON values of a restored state. Tensors of `state` have been restored in place."""
+
+    def begin_step(self, index: int, merged_steps: int) -> None:
+        """Begin a step.
+
+        Args:
+            index: Number of the step in the plan.
+            merged_steps: Number of steps of the plan that it merges.
+        """
+
+    def begin_micro_batch(self) -> None:
+        """Begin a micro-batch, before its forward pass."""
+
+    def begin_backward(self) -> None:
+        """Begin the backward pass of the micro-batch."""
+
+    def end_micro_batch(self, samples: int, virtual_worker: int) -> None:
+        """End the micro-batch after its backward pass. It has no samples if this rank has no share of a short step."""
+
+    def end_step(self, samples: int) -> None:
+        """End the micro-batches of a step of so many samples, after its gradient was reduced."""
+
+    def updated(self, update: Update) -> Mapping[str, float]:
+        """Follow an update of the model. No snapshot is copying the state then.
+
+        Returns:
+            What was measured, by name, for the row of the step.
+        """
+        return {}
+
+    def state(self) -> Mapping[str, Any]:
+        """Return the state: pieces (`undula.state.pieces.piece_of`) of tensors that change in place, and JSON values, by name."""
+        return {}
+
+
+MakePart: TypeAlias = Callable[[Any, nn.Module, torch.optim.Optimizer, Layout], StepPart | None]
+"""Function that makes a part of the steps of a job from the `config` of its script, its model, its optimizer and the layout of its workers;
+it returns None for a job without that part."""
+
+
+def added_parts(job: Job, module: nn.Module, optimizer: torch.optim.Optimizer, layout: Layout) -> Iterator[StepPart]:
+    """Yield the parts that other packages add to the steps of a job.
+
+    Raises:
+        UsageError: One of them is not a StepPart.
+    """
+    for name in extensions.names(GROUP, {}):
+        make: MakePart = extensions.load(GROUP, {}, name)
+        part = make(unpickled(job.config), module, optimizer, layout)
+        if part is not None and not isinstance(part, StepPart):
+            raise UsageError(
+                f"{name!r} of {GROUP} made an object of type {type(part).__name__}; return a StepPart or None"
+            )
+        if part is not None:
+            yield part
