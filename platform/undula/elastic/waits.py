@@ -10,7 +10,7 @@ from torch import nn
 
 from undula.elastic.pure.deadlock import CollectiveWait
 from undula.parallel.collectives import begun_by_group
-from undula.parallel.reduce.exchange import Exchange, await_messages
+from undula.parallel.reduce.exchange import await_messages, begun_transfers
 from undula.train.tracebacks import is_of_user
 
 
@@ -27,7 +27,7 @@ def present_wait(thread: int | None) -> CollectiveWait | None:
     waits += [found for found in frames[len(own) : len(own) + 1] if found.f_code is await_messages.__code__]
     if not waits or not dist.is_initialized():
         return None
-    begun = {**begun_by_group(), "buckets": Exchange.num_sent}
+    begun = {**begun_by_group(), **begun_transfers()}
     operation = waits[0].f_code.co_name
     scripts = [place for place, found in enumerate(frames) if is_of_user(found.f_code.co_filename)]
     if not scripts:

@@ -28,6 +28,9 @@ def wait(operation: str, **begun: int) -> CollectiveWait:
     [
         ([wait("barrier", a=3), wait("all_reduce", a=3)], True),
         ([wait("barrier", a=3, b=1), wait("barrier", a=4, b=0)], True),
+        ([wait("barrier", script=1, transfers=9), wait("await_messages", script=0, transfers=10)], True),
+        ([wait("all_reduce", control=5, transfers=10), wait("await_messages", control=4, transfers=9)], False),
+        ([wait("await_messages", control=4, transfers=10), wait("await_messages", control=4, transfers=9)], False),
         ([wait("all_reduce", a=3), wait("all_reduce", a=3), wait("gather", a=3)], True),
         ([wait("all_reduce", a=3), wait("all_reduce", a=3)], False),  # slow, and may end
         ([wait("all_reduce", a=3), wait("all_gather", a=4)], False),  # one rank has what the other still receives

@@ -21,7 +21,7 @@ class CollectiveWait:
     place: str
     """Line of the script, such as `train.py:12`; empty if the script is not on the stack."""
     begun: Mapping[str, int] = field(default_factory=dict)
-    """Number of collectives that the rank has begun in each process group, by the name of the group, and of exchanges of buckets."""
+    """Number of collectives that the rank has begun in each process group, by the name of the group, and of transfers from rank to rank."""
 
 
 def deadlock(waits: Sequence[CollectiveWait | None]) -> str | None:

@@ -6,9 +6,10 @@ these are the bytes of a ring all-reduce.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import MutableMapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -16,6 +17,9 @@ from torch import Tensor
 
 from undula.parallel.layout import Layout
 from undula.plan.tree import combined
+
+_begun: MutableMapping[dist.ProcessGroup, int] = WeakKeyDictionary()
+"""Number of transfers that this process has begun in each process group."""
 
 
 @dataclass
@@ -46,9 +50,6 @@ class Exchange(ABC):
         counts: Number of roots of each rank.
     """
 
-    num_sent: ClassVar[int] = 0
-    """Number of buckets that this process has begun to exchange."""
-
     def __init__(self, layout: Layout, virtual_workers: int):
         self._all = (0, virtual_workers)
         self._roots = layout.roots(virtual_workers)
@@ -67,7 +68,6 @@ class Exchange(ABC):
             place: Number of the bucket.
             own: Roots of this rank in order, each of shape [numel]. They are overwritten.
         """
-        Exchange.num_sent += 1
         transfer = self._transfers.setdefault(place, Transfer(place))
         transfer.own, transfer.is_added = list(own), False
         self.send_roots(transfer)
@@ -173,6 +173,7 @@ class TorchExchange(Exchange):
         outgoing: Sequence[tuple[Tensor, int, int]],
     ) -> None:
         """Begin to send and receive tensors, each with the other rank and the number of the message among those of the bucket."""
+        _begun[self._group] = _begun.get(self._group, 0) + 1
         first = transfer.place * (max(self.counts) + 1)
         messages = [(dist.irecv, *message) for message in incoming] + [(dist.isend, *message) for message in outgoing]
         transfer.works = dist.batch_isend_irecv(
@@ -181,6 +182,12 @@ class TorchExchange(Exchange):
                 for function, tensor, rank, number in messages
             ]
         )
+
+
+def begun_transfers() -> dict[str, int]:
+    """Return the number of transfers that this process has begun in each present process group, by a name of its own."""
+    present = [group for group in dist.distributed_c10d._world.pg_map if group in _begun]
+    return {f"transfers in {group.group_name}": _begun[group] for group in present}
 
 
 def await_messages(transfer: Transfer) -> None:
