@@ -200,7 +200,7 @@ def run_submission(submission: Submission, address: str | None, screen: LiveScre
             f"command line: --{mode} needs a cluster that stays when this command ends; start one with `ray start --head`, or give "
             "--address http://HOST:8265"
         )
-    if (named := os.environ.get("RAY_ADDRESS", "local")) != "local":
+    if (named := os.environ.get("RAY_ADDRESS") or "local") != "local":
         raise SpecError(
             f"environment: RAY_ADDRESS is {named}, but `undula run` submits jobs to a URL; give --address http://HOST:8265 for that "
             "cluster, or unset RAY_ADDRESS to train on this machine"
