@@ -64,7 +64,7 @@ BUDGETS = {
     "core": 26090,
     "horovod": 405,
     "lab": 2740,
-    "operations": 1650,
+    "operations": 1655,
     "optimizers": 230,
     "pages": 1560,
     "planning": 4165,

@@ -81,6 +81,15 @@ def test_a_check_of_another_package_refuses_a_job_before_a_worker_starts(outside
     assert not (outside.folder / "runs" / "nobodys" / "ledger").exists()
 
 
+def test_a_source_of_notices_of_another_package_is_found_by_its_name(outside: Outside) -> None:
+    code = "from undula.cluster.notices import source_named; print(source_named('maintenance').poll())"
+    done = subprocess.run([sys.executable, "-c", code], env=outside.env, capture_output=True, text=True, check=True)
+    assert done.stdout == "None\n"
+    wrong = outside.undula("spot", "watch", "--source", "moon")
+    assert wrong.returncode == 2
+    assert "set it to one of aws, gcp, azure, maintenance or file:PATH" in wrong.stderr
+
+
 def test_an_engine_that_no_package_has_is_refused_with_those_that_exist(outside: Outside) -> None:
     done = outside.undula("run", "job.yaml", "name=none", "engine=nccl")
     assert done.returncode == 2

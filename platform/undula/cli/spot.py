@@ -32,7 +32,7 @@ def spot() -> None:
 @click.option(
     "--source",
     metavar="SOURCE",
-    help="Source of notices: aws, gcp, azure or file:PATH.  [default: the cloud of this machine]",
+    help="Source of notices: aws, gcp, azure, file:PATH, or one that a package adds.  [default: the cloud of this machine]",
 )
 @click.option("--url", metavar="URL", help="URL of the metadata server, if it is not the cloud's own.")
 @click.option(

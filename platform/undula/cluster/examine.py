@@ -24,7 +24,7 @@ from undula.elastic.ray.capacity import free_resources, workers_on_nodes
 from undula.elastic.ray.ray_logging import stop_error_messages
 from undula.errors import ClusterError, one_line
 from undula.plan.fleet import MARKET, SPOT
-from undula.state.events.base import counted
+from undula.report.text import counted
 
 LIMIT_S = 50.0
 """Time limit in seconds for all requests together, because users would skip an examination that takes longer."""

@@ -16,8 +16,11 @@ from http.client import HTTPException
 from pathlib import Path
 from typing import Any, Protocol
 
+from undula import extensions
 from undula.errors import ClusterError, SpecError
 
+GROUP = "undula.notices"
+"""Group of the entry points by which packages add sources: functions or classes without arguments that make one."""
 TIMEOUT_S = 2.0
 AWS_POLL_S = 5.0
 """Polling interval in seconds, as AWS recommends (User Guide, Spot instance interruption notices)."""
@@ -219,7 +222,8 @@ def source_named(name: str | None, url: str | None = None, with_rebalance: bool 
     """Return the source that a user has selected.
 
     Args:
-        name: Name of a source in SOURCES, or file:PATH. By default it is the source of the cloud that this machine belongs to.
+        name: Name of a source in SOURCES or of one that another package adds, or file:PATH. By default it is the source of the cloud that
+            this machine belongs to.
         url: Address of the cloud's metadata server. By default it is the cloud's usual address.
         with_rebalance: Whether a rebalance recommendation of AWS counts as a notice.
 
@@ -232,7 +236,11 @@ def source_named(name: str | None, url: str | None = None, with_rebalance: bool 
     if name.startswith("file:"):
         return File(Path(name.removeprefix("file:")))
     if name not in SOURCES:
-        raise SpecError(f"command line: --source is {name}; set it to one of {', '.join(SOURCES)} or file:PATH")
+        if make := extensions.load(GROUP, {}, name):
+            source: Source = make()
+            return source
+        known = ", ".join([*SOURCES, *extensions.names(GROUP, {})])
+        raise SpecError(f"command line: --source is {name}; set it to one of {known} or file:PATH")
     where = {"url": url.rstrip("/")} if url else {}
     return Aws(with_rebalance=with_rebalance, **where) if name == "aws" else SOURCES[name](**where)
 

@@ -76,6 +76,11 @@ def meet(group: dist.ProcessGroup) -> None:
         dist.barrier()
 
 
+def present_groups() -> list[dist.ProcessGroup]:
+    """Return the process groups of this process, beside those of checkpoints."""
+    return [group for group in dist.distributed_c10d._world.pg_map if group.group_desc != SAVING]
+
+
 def begun_collectives() -> int:
     """Return the number of collectives that this process has begun, beside those of checkpoints. This takes microseconds."""
     return sum(begun_by_group().values())
@@ -83,8 +88,9 @@ def begun_collectives() -> int:
 
 def begun_by_group() -> dict[str, int]:
     """Return the number of collectives that this process has begun in each process group, by name, beside those of checkpoints."""
-    groups = [group for group in dist.distributed_c10d._world.pg_map if group.group_desc != SAVING]
-    backends = {group.group_name: {group._get_backend(device) for device in group._device_types} for group in groups}
+    backends = {
+        group.group_name: {group._get_backend(device) for device in group._device_types} for group in present_groups()
+    }
     return {
         name: sum(backend._get_sequence_number_for_group() for backend in of_group)  # type: ignore[attr-defined]
         for name, of_group in backends.items()

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from undula.parallel.collectives import present_groups
 from undula.parallel.layout import Layout
 from undula.plan.tree import combined
 
@@ -186,8 +187,7 @@ class TorchExchange(Exchange):
 
 def begun_transfers() -> dict[str, int]:
     """Return the number of transfers that this process has begun in each present process group, by a name of its own."""
-    present = [group for group in dist.distributed_c10d._world.pg_map if group in _begun]
-    return {f"transfers in {group.group_name}": _begun[group] for group in present}
+    return {f"transfers in {group.group_name}": _begun[group] for group in present_groups() if group in _begun}
 
 
 def await_messages(transfer: Transfer) -> None:
