@@ -198,7 +198,7 @@ class Grows(Habit):
             self.optimizer.add_param_group({"params": self.model[3].parameters()})
 
 
-@refused("parametrizations added or removed in the loop", "was added to the model or replaced after run.steps()")
+@refused("parametrizations added or removed in the loop", "was added to the model or replaced after run.")
 class Reparametrizes(Habit):
     def before_step(self) -> None:
         if self.number == 1:

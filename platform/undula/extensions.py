@@ -59,3 +59,5 @@ def _is_installed(module: str) -> bool:
         return find_spec(module) is not None
     except ModuleNotFoundError:  # nor is the package that it lies in
         return False
+    except SpecError:  # that package refuses a version of a library, and does so again when it is used
+        return True

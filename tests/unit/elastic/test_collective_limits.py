@@ -51,7 +51,9 @@ def torch_config(horovod: HorovodSpec | None, hang_limit: float | None, folder: 
     """Return the configuration of torch's process group in a job."""
     workers = WorkersSpec(hang_limit_s=hang_limit, gpus=0)
     more: dict[str, Any] = {"on_event": print, "prepare": print, "prepare_s": 0.0}
-    trainer = elastic_trainer(print, horovod, workers, Work(1, 0.0), Store(str(folder)), **more)
+    trainer = elastic_trainer(
+        print, "horovod" if horovod else "torch", horovod, workers, Work(1, 0.0), Store(str(folder)), **more
+    )
     config: Any = trainer.backend_config
     return config if horovod is None else config.torch_config  # type: ignore[no-any-return]
 

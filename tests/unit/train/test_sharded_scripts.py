@@ -183,7 +183,7 @@ REFUSED: dict[str, tuple[Script, str]] = {
     ),
     "whole weights in the loss": (
         Script(penalty=lambda model: model.blocks[0][0].weight.full_tensor().square().sum()),
-        "forward pass, full_tensor(), or compute() of a metric of torchmetrics, but the number of workers decides",
+        "compute() of a metric of torchmetrics, or a loss with sharded weights, but the number of workers decides",
     ),
     "an assignment to a gathered weight": (
         Script(in_batch=assign_gathered),

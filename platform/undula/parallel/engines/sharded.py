@@ -247,8 +247,8 @@ class ShardedEngine(Engine):
         if whole := [parameter for parameter in self.parameters if not is_sharded_tensor(parameter)]:
             names = {id(parameter): name for name, parameter in self.module.named_parameters()}
             raise UsageError(
-                f"the parameter {names[id(whole[0])]!r} of a sharded model was added or replaced after run.model(), so that it is not "
-                "sharded; do this before run.model()"
+                f"the parameter {names[id(whole[0])]!r} was added to the model or replaced after run.model(), so that it is not sharded as "
+                "the others are; do this before run.model()"
             )
         units = units_of(self.module, self._sharding.units) if self.trainable is not before else {}
         if units and (problem := problem_of_dtypes(self.module, units, "a sharded model")):
