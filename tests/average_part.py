@@ -46,9 +46,9 @@ def averaging() -> Iterator[list[Average]]:
     """Add an average to each run of this process that begins in the block, and yield the averages."""
     made: list[Average] = []
 
-    def parts(job: Job, module: nn.Module, *_: object) -> list[Average]:
+    def parts(job: Job, module: nn.Module, *_: object) -> dict[str, Average]:
         made.append(Average(module))
-        return made[-1:]
+        return {"average": made[-1]}
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("undula.train.trained_model.added_parts", parts)

@@ -15,7 +15,7 @@ class Feature(StrEnum):
 
     SHARDED = "a sharded model (sharding.stage, or fully_shard() in the script)"
     ADASUM = "gradient.reduce=adasum"
-    LIBRARY = "another engine than torch, such as engine=horovod,"
+    LIBRARY = "an engine other than torch, such as engine=horovod,"
     COMPRESSION = "gradient.compression"
     NOISE_SCALE = "gradient.noise_every_steps, or a schedule.batch_rule that measures noise,"
     SPARSE_GRADIENTS = "a model with sparse gradients (sparse=True)"

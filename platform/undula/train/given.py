@@ -70,10 +70,15 @@ class Given:
                 {"count": len(group["params"]), "settings": encode(f"{GROUPS}.{number}", own, {})}
                 for number, (group, own) in enumerate(zip(optimizer.param_groups, map(_plain, settings), strict=True))
             ],
+            "parts": [],
             "scheduler": scheduler and {"class": _class_of(scheduler), "state": _state_of(scheduler)},
         }
         members = [[names.get(parameter, "") for parameter in group["params"]] for group in optimizer.param_groups]
         return cls(record, optimizer, settings, members)
+
+    def add_parts(self, names: Sequence[str]) -> None:
+        """Record the names of the parts that other packages add to the steps."""
+        self.record["parts"] = sorted(names)
 
     def values(self) -> dict[str, Any]:
         """Return the record by its name in the state of the run."""
@@ -127,7 +132,7 @@ class Given:
     @property
     def digest(self) -> str:
         """Digest of what the script has given, which must be equal on all ranks."""
-        of_script = {key: self.record[key] for key in ("frozen", "optimizer", "groups", "scheduler")}
+        of_script = {key: self.record[key] for key in ("frozen", "optimizer", "groups", "parts", "scheduler")}
         return sha256(json.dumps(of_script, sort_keys=True).encode()).hexdigest()
 
     def gap_to(self, rank: int, record: Mapping[str, Any]) -> str:
@@ -137,6 +142,8 @@ class Given:
             f"{key} of parameter group {number} is {one} and {other}" for number, key, one, other in _group_gaps(*both)
         ]
         gaps += ["{} and {}".format(*gap) for gap in _scheduler_gaps(*both)]
+        if record["parts"] != self.record["parts"]:
+            gaps.append(f"{_parts_of(record)} and {_parts_of(self.record)}; install the packages on all nodes")
         gap = next(iter(gaps), "the optimizers, their groups or the frozen parameters are others")
         return (
             f"the script gives other settings on rank {rank} than on another one, with which their weights would come apart: {gap}; give "
@@ -155,6 +162,8 @@ class Given:
         kinds = [(each["scheduler"] or {}).get("class", "no scheduler") for each in (saved, now)]
         if kinds[0] != kinds[1]:
             yield f"{kinds[0]}, and run.optimizer() got {kinds[1]}"
+        if saved.get("parts", []) != now["parts"]:
+            yield f"{_parts_of(saved)}, and a worker has {_parts_of(now)}"
         if not self._is_new(saved):
             return
         for key, value in now["job"].items():
@@ -275,6 +284,11 @@ def _class_of(value: object) -> str:
 def _listed(changes: Sequence[str]) -> str:
     more = [f"and {len(changes) - MOST_NAMED} more"] if len(changes) > MOST_NAMED else []
     return "; ".join([*changes[:MOST_NAMED], *more])
+
+
+def _parts_of(record: Mapping[str, Any]) -> str:
+    names = record.get("parts")
+    return f"the parts {', '.join(names)} of other packages" if names else "no part of another package"
 
 
 def _counted(count: int) -> str:

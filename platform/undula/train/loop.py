@@ -68,6 +68,7 @@ class TrainingLoop:
         self._means: Mapping[str, float] = {}
         """Means of the newest validation of this group, also of one before the first step; empty if there was none."""
         self.model = TrainedModel(job, setup.plan, layout, parts.engine, parts.model, parts.rates)
+        parts.given.add_parts(self.model.added)
         self.attempt = Attempt(setup)
         live = LiveState(parts.model, parts.engine.optimizer, self._beside, parts.given.check)
         self.saver = StateSaver(setup, self.attempt, live)

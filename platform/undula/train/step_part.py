@@ -3,7 +3,7 @@
 Other packages add parts by entry points of the group `undula.parts` (docs/extending.md).
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -37,7 +37,7 @@ class Update:
 
 
 class StepPart:
-    """A part of each step. Its methods are called in the order in which they stand here; those that it does not need do nothing.
+    """Something that takes part in each step. A run calls these methods; a part overrides those that it needs.
 
     All ranks call the methods, each with its own micro-batches. The state must be a function of what is equal on all ranks, or of the
     weights, whose shards a part treats as the optimizer does.
@@ -84,18 +84,23 @@ MakePart: TypeAlias = Callable[[Any, nn.Module, torch.optim.Optimizer, Layout], 
 it returns None for a job without that part."""
 
 
-def added_parts(job: Job, module: nn.Module, optimizer: torch.optim.Optimizer, layout: Layout) -> Iterator[StepPart]:
-    """Yield the parts that other packages add to the steps of a job.
+def added_parts(job: Job, module: nn.Module, optimizer: torch.optim.Optimizer, layout: Layout) -> dict[str, StepPart]:
+    """Return the parts that other packages add to the steps of a job, by name.
 
     Raises:
-        UsageError: One of them is not a StepPart.
+        UsageError: One of them is not a StepPart, or has state under a name that does not begin with its own.
     """
+    parts: dict[str, StepPart] = {}
     for name in extensions.names(GROUP, {}):
         make: MakePart = extensions.load(GROUP, {}, name)
         part = make(unpickled(job.config), module, optimizer, layout)
-        if part is not None and not isinstance(part, StepPart):
+        if part is None:
+            continue
+        if not isinstance(part, StepPart):
             raise UsageError(
                 f"{name!r} of {GROUP} made an object of type {type(part).__name__}; return a StepPart or None"
             )
-        if part is not None:
-            yield part
+        if other := next((key for key in part.state() if not key.startswith(f"{name}.")), None):
+            raise UsageError(f"{name!r} of {GROUP} has state under the name {other!r}; let it begin with '{name}.'")
+        parts[name] = part
+    return parts

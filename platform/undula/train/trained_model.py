@@ -35,6 +35,9 @@ class TrainedModel:
         engine: Engine of the model.
         module: Module that the script calls.
         rates: Learning rates of the optimizer, which the engine has been given.
+
+    Attributes:
+        added: Names of the parts of the step that other packages add.
     """
 
     def __init__(self, job: Job, plan: Plan, layout: Layout, engine: Engine, module: nn.Module, rates: OptimizerRates):
@@ -46,7 +49,8 @@ class TrainedModel:
         self.loss_scale = LossScale(job.precision)
         buffers = BufferMean(engine.module, layout, plan.spec.virtual_workers)
         own: list[StepPart] = [buffers, FrozenParameters(engine.module), self._noise, self.loss_scale]
-        self._parts = (*own, *added_parts(job, engine.module, engine.optimizer, layout))
+        added = added_parts(job, engine.module, engine.optimizer, layout)
+        self._parts, self.added = (*own, *added.values()), tuple(added)
         self._rate, _ = rate_for(job.schedule, plan, layout.num_cells, 0, {})
 
     @property
