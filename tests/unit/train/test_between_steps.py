@@ -7,7 +7,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -15,6 +15,8 @@ from numbers_job import begin, cpu_run, network, numbers_job, run_batches
 from torch import Tensor, nn
 
 from undula.data.spec import ValidationSpec
+from undula.errors import UsageError
+from undula.parallel.spec import ShardingSpec
 from undula.recovery.snapshot import find_snapshots, folder_of
 from undula.recovery.worker_state import GroupEndedError, LeaveGroup, Request, WorkerState
 from undula.state.events import StartEvent, ValidationEvent, WarningEvent
@@ -415,3 +417,28 @@ def test_a_run_that_changes_parameters_before_its_batches_keeps_no_snapshot_of_t
     found = find_snapshots(folder_of(job.run_url, job.run_id), run._session.setup.plan_digest)
     run.free()
     assert [each.age[1] for each in found] == [1]
+
+
+class _Twins(nn.Module):
+    """Two layers of one shape, in a module that can be sharded."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.other = nn.Linear(2, 2), nn.Linear(2, 2)
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize("is_late", [False, True])
+def test_weights_that_are_tied_after_the_model_was_given_are_named(
+    job: Job, stage: Literal[0, 3], is_late: bool
+) -> None:
+    """Before or after the script has made its optimizer."""
+    with local_world(torch.device("cpu")):
+        run = cpu_run(replace(job, sharding=ShardingSpec(stage)))
+        model = run.model(_Twins())
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1) if is_late else None
+        model.get_submodule("other").weight = model.get_submodule("one").weight
+        run.optimizer(optimizer or torch.optim.SGD(model.parameters(), lr=0.1))
+        with pytest.raises(UsageError, match=r"the model has lost its parameter 'other\.weight' since run\.model\(\)"):
+            next(run.steps())
+        run.free()

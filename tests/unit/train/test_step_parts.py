@@ -68,7 +68,8 @@ def test_all_ranks_have_the_same_parts(tmp_path: Path) -> None:
     job = FEATURES["plain"].job(tmp_path / "job")
     for error in on_ranks(2, without_average, job, (True, False), False):
         assert (
-            "no part of another package and the parts average of other packages; install the packages on all nodes" in error
+            "no part of another package and the parts average of other packages; install the packages on all nodes"
+            in error
         )
 
 
