@@ -5,7 +5,7 @@ RUN ?= language-model-$(shell date +%Y%m%d-%H%M%S)
 DATA ?= $(HOME)/undula/data/stdlib-text
 
 .DEFAULT_GOAL := help
-.PHONY: help horovod setup train test test-gpu check format bench bench-data bench-start bench-elastic bench-study soak gallery versions clean
+.PHONY: help horovod setup train test test-gpu check format bench bench-data bench-start bench-elastic bench-study nightly gallery versions clean
 
 help:  ## This list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 12
@@ -69,14 +69,14 @@ bench-elastic: .venv/ready-with-horovod  ## Outage and lost steps beside Ray Tra
 bench-study: .venv/ready-to-test  ## Trials per hour of a study beside Ray Tune alone; build/bench/study-*.json
 	$(BIN)/python -m tests.baselines.bench_study
 
-soak: .venv/ready-with-horovod  ## Longer tests, about two and a half hours: more random faults, and half an hour of growth in one test
-	$(BIN)/pytest -m soak
+nightly: .venv/ready-with-horovod  ## Further proofs, about three hours: more random faults and more combinations, and half an hour of growth in one test
+	$(BIN)/pytest -m nightly
 
-gallery: .venv/ready-to-test  ## Scripts in the manner of other libraries, as they were and as they are, under faults; a part of the soak
-	$(BIN)/pytest -m soak tests/chaos/test_gallery.py
+gallery: .venv/ready-to-test  ## Scripts in the manner of other libraries, as they were and as they are, under faults; a part of the nightly tests
+	$(BIN)/pytest -m nightly tests/chaos/test_gallery.py
 
-versions: .venv/ready-to-test  ## The adapters' tests and the main job with the oldest and newest versions of each library; a part of the soak
-	$(BIN)/pytest -m soak tests/integration/test_oldest_and_newest.py
+versions: .venv/ready-to-test  ## The adapters' tests and the main job with the oldest and newest versions of each library; a part of the nightly tests
+	$(BIN)/pytest -m nightly tests/integration/test_oldest_and_newest.py
 
 clean:  ## Remove what make made here
 	rm -rf .venv .venv-versions build .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -3,8 +3,10 @@
 The library's own parts come from tables in the same form, and not from its metadata, because it travels to clusters without that.
 """
 
+import sys
 from collections.abc import Mapping
-from importlib.metadata import EntryPoint, entry_points
+from functools import lru_cache
+from importlib.metadata import EntryPoint, EntryPoints, entry_points
 from importlib.util import find_spec
 from typing import Any
 
@@ -19,7 +21,7 @@ def names(group: str, own: Mapping[str, str]) -> list[str]:
         own: The library's own, as `module:attribute` by name. No other package can replace it.
     """
     installed = [name for name, value in own.items() if _is_installed(value.partition(":")[0])]
-    return list(dict.fromkeys([*installed, *sorted(entry_points(group=group).names)]))
+    return list(dict.fromkeys([*installed, *sorted(_entry_points(tuple(sys.path), group).names)]))
 
 
 def load(group: str, own: Mapping[str, str], name: str) -> Any:
@@ -42,7 +44,7 @@ def load(group: str, own: Mapping[str, str], name: str) -> Any:
             raise SpecError(
                 f"{name!r} needs {error.name}, which this installation of Undula was made without; install all of it"
             ) from error
-    for entry in entry_points(group=group, name=name):
+    for entry in _entry_points(tuple(sys.path), group).select(name=name):
         package = entry.dist.name if entry.dist else "another package"
         try:
             return entry.load()
@@ -52,6 +54,12 @@ def load(group: str, own: Mapping[str, str], name: str) -> Any:
                 f"install what it needs, or uninstall {package}"
             ) from error
     return None
+
+
+@lru_cache
+def _entry_points(path: tuple[str, ...], group: str) -> EntryPoints:
+    """Return the entry points of all packages on a path. To read their metadata takes a hundredth of a second."""
+    return entry_points(group=group)
 
 
 def _is_installed(module: str) -> bool:

@@ -20,7 +20,7 @@ from undula.storage import open_store
 from undula.testing.chaos import Chaos, start_driver
 from undula.testing.nodes import Nodes
 
-pytestmark = [pytest.mark.timeout(500), pytest.mark.soak]
+pytestmark = [pytest.mark.timeout(500), pytest.mark.nightly]
 SCRIPT = Path(__file__).parents[1] / "migration" / "accelerate_after.py"
 STEPS_OF_EPOCH = 4
 

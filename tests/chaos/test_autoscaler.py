@@ -94,6 +94,7 @@ def markets(there: Cloud) -> list[str]:
     return sorted(machine.market for machine in there.machines())
 
 
+@pytest.mark.nightly
 def test_the_autoscaler_adds_replaces_and_removes_the_nodes_of_a_job(
     forking_python: str, text: str, tmp_path: Path
 ) -> None:
@@ -121,7 +122,7 @@ def test_the_autoscaler_adds_replaces_and_removes_the_nodes_of_a_job(
     assert cost.saved == pytest.approx(1 - 0.4307 / 0.8048)
 
 
-@pytest.mark.soak
+@pytest.mark.nightly
 def test_the_autoscaler_brings_a_gpu_by_default(forking_python: str, text: str, tmp_path: Path) -> None:
     """No GPU exists here, so the worker refuses to train on the node that the autoscaler has started."""
     gpu = MachineType(ON_DEMAND, "g6.xlarge", gpus=1)
@@ -135,7 +136,7 @@ def test_the_autoscaler_brings_a_gpu_by_default(forking_python: str, text: str, 
         assert any("Ray has reserved 1 GPU, but torch" in line for line in driver.lines)
 
 
-@pytest.mark.soak
+@pytest.mark.nightly
 def test_an_unavailable_machine_type_is_replaced_by_the_next_one(
     forking_python: str, text: str, tmp_path: Path
 ) -> None:
@@ -150,7 +151,7 @@ def test_an_unavailable_machine_type_is_replaced_by_the_next_one(
             driver.stop()
 
 
-@pytest.mark.soak
+@pytest.mark.nightly
 def test_a_run_behind_its_deadline_trains_on_demand_until_spot_is_available(
     forking_python: str, text: str, tmp_path: Path
 ) -> None:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 from jobs_kit import Jobs
+from night import at_night
 
 from undula.state.events import CrashEvent, FailEvent, StartEvent, WarningEvent
 from undula.state.ledger import events_of
@@ -148,7 +149,7 @@ def test_a_collective_of_one_rank_alone_ends_the_job_with_the_calls_and_lines(
     assert len(events_of(done.ledger.events, StartEvent)) == 1
 
 
-@pytest.mark.parametrize("how", ["return", "sys.exit(0)", "sys.exit('done')", "raise KeyboardInterrupt"])
+@pytest.mark.parametrize("how", ["return", *at_night(["sys.exit(0)", "sys.exit('done')", "raise KeyboardInterrupt"])])
 def test_a_rank_that_ends_alone_ends_the_job_with_the_reason(session_jobs: Jobs, tmp_path: Path, how: str) -> None:
     """The others would wait for it without end."""
     script = tmp_path / "leaves.py"

@@ -48,7 +48,7 @@ def test_no_fault_changes_the_run(spot: Nodes, text: str, tmp_path: Path) -> Non
     assert {"the memory of a worker", "the memory of a node"} <= origins_in(url)
 
 
-@pytest.mark.soak
+@pytest.mark.nightly
 @pytest.mark.parametrize("overrides", [[], ["sharding.stage=3"]], ids=["whole", "sharded"])
 @pytest.mark.parametrize("seed", [0, 1, 2])
 def test_random_faults_do_not_change_the_run(

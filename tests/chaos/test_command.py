@@ -24,7 +24,7 @@ def chaos(*arguments: str) -> "subprocess.CompletedProcess[str]":
     return subprocess.run(command, capture_output=True, text=True, timeout=300, env={**os.environ, "COLUMNS": "200"})
 
 
-@pytest.mark.soak
+@pytest.mark.nightly
 def test_a_job_is_replayed_under_a_trace_and_certified(tmp_path: Path) -> None:
     text = write_text(tmp_path)
     trace = tmp_path / "trace.json"

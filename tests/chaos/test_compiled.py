@@ -28,7 +28,7 @@ def prepared(module):
 """
 LIMIT_S = 500
 pytestmark = [
-    pytest.mark.soak,
+    pytest.mark.nightly,
     pytest.mark.timeout(1800),
     pytest.mark.skipif(which("g++") is None, reason="g++ is not installed"),
 ]

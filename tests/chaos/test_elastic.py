@@ -44,7 +44,7 @@ def test_growth_and_a_notice_to_rank_0_lose_no_step_and_change_no_bit(spot: Node
     assert_certified(job.store.url, alone.url, ledger.steps.num_rows)
 
 
-@pytest.mark.soak
+@pytest.mark.nightly
 def test_a_run_that_falls_below_min_workers_saves_trains_until_shortly_before_the_deadline_and_waits(
     spot: Nodes, text: str, tmp_path: Path
 ) -> None:
@@ -65,7 +65,7 @@ def test_a_run_that_falls_below_min_workers_saves_trains_until_shortly_before_th
     assert read_ledger(job.store).replaced.num_rows == 0
 
 
-@pytest.mark.soak
+@pytest.mark.nightly
 def test_a_run_whose_only_node_is_lost_resumes_from_the_copy_on_the_head(
     spot: Nodes, text: str, tmp_path: Path
 ) -> None:
@@ -82,7 +82,7 @@ def test_a_run_whose_only_node_is_lost_resumes_from_the_copy_on_the_head(
     assert certificate.holds, certificate.difference
 
 
-@pytest.mark.soak
+@pytest.mark.nightly
 def test_a_held_state_survives_the_loss_of_its_node(spot: Nodes, text: str, tmp_path: Path) -> None:
     with running(spot, text, tmp_path, 2, "workers.min=2", "workers.max=2") as job:
         last, lost = spot.nodes
@@ -103,7 +103,7 @@ def test_a_held_state_survives_the_loss_of_its_node(spot: Nodes, text: str, tmp_
     assert ledger.replaced.num_rows == 0
 
 
-@pytest.mark.soak
+@pytest.mark.nightly
 def test_an_elastic_batch_follows_the_workers_and_the_rate_follows_the_batch(
     spot: Nodes, text: str, tmp_path: Path
 ) -> None:

@@ -33,7 +33,7 @@ register_optimizer_step_post_hook(lambda *_: time.sleep(0.1))
 """
 """Beginning of a script whose steps take some time, because faults are scheduled by step."""
 
-pytestmark = [pytest.mark.timeout(600), pytest.mark.soak]
+pytestmark = [pytest.mark.timeout(600), pytest.mark.nightly]
 
 
 def endless(name: str) -> tuple[str, ...]:

@@ -26,7 +26,7 @@ def before(step):
     RankState.on_host = in_20_parts
 """
 
-pytestmark = [pytest.mark.soak, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.nightly, pytest.mark.timeout(900)]
 
 
 def test_a_worker_that_copies_its_state_for_long_keeps_it(spot: Nodes, text: str, tmp_path: Path) -> None:

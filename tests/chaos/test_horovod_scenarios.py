@@ -90,7 +90,7 @@ def horovod_run(
     ("faults", "steps"),
     [
         pytest.param(BRIEF, STEPS, id="brief"),
-        pytest.param(INTERLEAVED, SCHEDULED_STEPS, id="interleaved", marks=pytest.mark.soak),
+        pytest.param(INTERLEAVED, SCHEDULED_STEPS, id="interleaved", marks=pytest.mark.nightly),
     ],
 )
 def test_added_and_lost_hosts_and_ranks_do_not_change_the_run(
@@ -103,7 +103,7 @@ def test_added_and_lost_hosts_and_ranks_do_not_change_the_run(
     assert sizes == {1, 2}
 
 
-@pytest.mark.soak
+@pytest.mark.nightly
 @pytest.mark.parametrize("scenario", SCENARIOS)
 def test_no_scenario_changes_the_run(spot: Nodes, text: str, alone: str, tmp_path: Path, scenario: str) -> None:
     fewest = 2 if "minimum" in scenario else 1
@@ -113,7 +113,7 @@ def test_no_scenario_changes_the_run(spot: Nodes, text: str, alone: str, tmp_pat
         assert waits_for_one_worker(events_in(url, StartEvent), events_in(url, WaitingEvent))
 
 
-@pytest.mark.soak
+@pytest.mark.nightly
 def test_a_failure_in_the_users_code_is_retried(spot: Nodes, text: str, alone: str, tmp_path: Path) -> None:
     script = wrapped(tmp_path, ONCE_A_FAULT.format(marker=str(tmp_path / "has-failed")))
     url = horovod_run(text, spot, tmp_path, "", script=script)
@@ -121,7 +121,7 @@ def test_a_failure_in_the_users_code_is_retried(spot: Nodes, text: str, alone: s
     assert any("a fault of the user's code" in crash.error for crash in events_in(url, CrashEvent))
 
 
-@pytest.mark.soak
+@pytest.mark.nightly
 def test_a_job_that_exceeds_max_failures_ends_with_a_valid_ledger(spot: Nodes, text: str, tmp_path: Path) -> None:
     have_nodes(spot, 2)
     settings = ("engine=horovod", "workers.max=2", "workers.max_failures=1", f"plan.max_steps={STEPS}")
@@ -149,7 +149,7 @@ at step 75: sigkill worker 0
 """
 
 
-@pytest.mark.soak
+@pytest.mark.nightly
 @pytest.mark.timeout(1500)
 def test_the_full_size_main_job_has_the_losses_of_the_torch_engine(spot: Nodes, tmp_path: Path) -> None:
     stdlib_text().write(f"{tmp_path}/data")

@@ -38,7 +38,7 @@ _forward = language_model.GPT.forward
 language_model.GPT.forward = lambda self, text: _forward(self, text) + self.large.sum() * 0
 """
 
-pytestmark = [pytest.mark.soak, pytest.mark.timeout(2400)]
+pytestmark = [pytest.mark.nightly, pytest.mark.timeout(2400)]
 
 
 @dataclass(frozen=True)

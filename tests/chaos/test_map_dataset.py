@@ -63,11 +63,11 @@ def loaders_of(rank: psutil.Process) -> list[psutil.Process]:
 @pytest.mark.parametrize(
     ("name", "num_workers", "pace_s"),
     [
-        pytest.param("map_job", 0, PACE_S, marks=pytest.mark.soak),
+        pytest.param("map_job", 0, PACE_S, marks=pytest.mark.nightly),
         ("map_job", 1, PACE_S),
-        pytest.param("map_job", 2, PACE_S, marks=pytest.mark.soak),
+        pytest.param("map_job", 2, PACE_S, marks=pytest.mark.nightly),
         # Its pace is that of a micro-batch, of which a step has eight.
-        pytest.param("lightning_job", 2, PACE_S / 8, marks=pytest.mark.soak),
+        pytest.param("lightning_job", 2, PACE_S / 8, marks=pytest.mark.nightly),
     ],
 )
 def test_faults_change_no_bit_and_leave_no_loader_process(

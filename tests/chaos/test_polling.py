@@ -63,7 +63,7 @@ def assert_whole(job: Running) -> None:
     assert certificate.holds, certificate.difference
 
 
-@pytest.mark.soak
+@pytest.mark.nightly
 def test_a_run_is_whole_whenever_somebody_looks(spot: Nodes, text: str, tmp_path: Path) -> None:
     with running(spot, text, tmp_path, 1, "workers.max=2", hook=OFTEN) as job:
         job.wait_for(lambda: len(job.rows()) > 0)
@@ -74,7 +74,7 @@ def test_a_run_is_whole_whenever_somebody_looks(spot: Nodes, text: str, tmp_path
     assert_whole(job)
 
 
-@pytest.mark.soak
+@pytest.mark.nightly
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("takes", ["any", "quoted", "bare"])
 def test_a_run_on_s3_is_whole_during_minutes_of_polls(

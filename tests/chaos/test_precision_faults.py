@@ -68,7 +68,7 @@ def torch_scales(steps: int) -> list[tuple[float, bool]]:
     return found
 
 
-@pytest.mark.soak
+@pytest.mark.nightly
 def test_the_loss_scale_goes_through_growth_and_the_loss_of_a_node(spot: Nodes, text: str, tmp_path: Path) -> None:
     with through_growth_and_a_loss(spot, text, tmp_path, "precision.compute=fp16", hook=HOOK) as job:
         pass
@@ -83,7 +83,7 @@ def test_the_loss_scale_goes_through_growth_and_the_loss_of_a_node(spot: Nodes, 
     assert len(marked) >= len(skipped) - 1  # the worker that reports events can be killed just after a commit
 
 
-@pytest.mark.soak
+@pytest.mark.nightly
 def test_bf16_has_the_same_bits_through_growth_and_the_loss_of_a_node(spot: Nodes, text: str, tmp_path: Path) -> None:
     with through_growth_and_a_loss(spot, text, tmp_path, "precision.compute=bf16") as job:
         pass

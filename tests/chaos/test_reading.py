@@ -42,6 +42,7 @@ def head(spot: Nodes) -> str:
     return (set(spot.alive()) - set(spot.nodes)).pop()
 
 
+@pytest.mark.nightly
 def test_the_loss_of_another_node_does_not_concern_the_read_tasks_of_a_rank(
     spot: Nodes, url: str, tmp_path: Path
 ) -> None:
@@ -86,11 +87,12 @@ def test_ranks_in_lockstep_read_on_while_workers_and_other_tasks_hold_all_cpus(
         assert_exact(reading, running.finish())
 
 
+@pytest.mark.nightly
 def test_a_slow_rank_keeps_its_read_ahead_within_its_limit(spot: Nodes, tmp_path: Path) -> None:
     read_beside_a_slow_rank(spot, tmp_path, rows=1600, slow_s=0.03)
 
 
-@pytest.mark.soak
+@pytest.mark.nightly
 def test_a_slow_rank_keeps_its_read_ahead_within_its_limit_for_a_minute(spot: Nodes, tmp_path: Path) -> None:
     read_beside_a_slow_rank(spot, tmp_path, rows=9600, slow_s=0.15)
 
@@ -118,7 +120,7 @@ def assert_flat(found: Sequence[RankFound | None]) -> None:
         assert max(rank.resident_mib[quarter:]) < max(rank.resident_mib[:quarter]) + 16
 
 
-@pytest.mark.soak
+@pytest.mark.nightly
 def test_ranks_read_on_while_node_after_node_is_lost(spot: Nodes, tmp_path: Path) -> None:
     """Tasks that reserve CPUs run on nodes other than the ranks'. A node is lost after each tenth of the steps."""
     two_nodes(spot)
@@ -135,7 +137,7 @@ def test_ranks_read_on_while_node_after_node_is_lost(spot: Nodes, tmp_path: Path
     assert_exact(reading, found)
 
 
-@pytest.mark.soak
+@pytest.mark.nightly
 def test_ranks_whose_object_store_spills_have_exact_samples_and_flat_memory(
     forking_python: str, tmp_path: Path
 ) -> None:

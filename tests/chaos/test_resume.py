@@ -56,7 +56,7 @@ def left_alone(session_jobs: Jobs) -> Finished:
     return session_jobs.alone("left-alone", *SETTINGS)
 
 
-@pytest.mark.soak
+@pytest.mark.nightly
 def test_a_run_that_is_killed_twice_has_the_losses_of_an_uninterrupted_run(
     left_alone, session_jobs: Jobs, tmp_path: Path
 ) -> None:
@@ -78,7 +78,7 @@ def test_a_run_that_is_killed_twice_has_the_losses_of_an_uninterrupted_run(
     assert again.ledger.steps.equals(last.ledger.steps)
 
 
-@pytest.mark.soak
+@pytest.mark.nightly
 def test_a_killed_worker_loses_no_step_while_another_lives(left_alone, jobs: Jobs) -> None:
     process = jobs.start("worker-killed", *SETTINGS)
     store = open_store(f"{jobs.runs}/worker-killed")

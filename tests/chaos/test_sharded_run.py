@@ -52,7 +52,7 @@ pytestmark = pytest.mark.timeout(900)
     ("hook", "sharding"),
     [
         pytest.param(AWAITED, ["sharding.stage=3"], id="by the platform"),
-        pytest.param(HOOK + AWAITED, [], id="by the script", marks=pytest.mark.soak),
+        pytest.param(HOOK + AWAITED, [], id="by the script", marks=pytest.mark.nightly),
     ],
 )
 def test_a_sharded_model_survives_resizes_and_lost_ranks_with_the_bits_of_a_whole_one(
@@ -75,7 +75,7 @@ def test_a_sharded_model_survives_resizes_and_lost_ranks_with_the_bits_of_a_whol
     assert all(event.step + event.steps >= 60 for event in lost)
 
 
-@pytest.mark.soak
+@pytest.mark.nightly
 def test_ranks_that_wait_for_one_without_data_are_not_lost(spot: Nodes, text: str, tmp_path: Path) -> None:
     settings = ("plan.max_steps=30", "workers.min=2")
     job = command(text, str(tmp_path), "stalled", *settings, script=wrapped(tmp_path, HOOK + STALL))

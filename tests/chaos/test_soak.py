@@ -24,7 +24,7 @@ def memory_and_files(process: psutil.Process) -> tuple[float, int]:
     return process.memory_info().rss / 2**20, process.num_fds()
 
 
-@pytest.mark.soak
+@pytest.mark.nightly
 @pytest.mark.timeout(60 * MINUTES + 600)
 def test_memory_files_and_processes_stay_flat(tmp_path: Path) -> None:
     text = write_text(tmp_path)

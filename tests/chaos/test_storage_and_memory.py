@@ -35,7 +35,7 @@ def before(step):
 pytestmark = pytest.mark.timeout(900)
 
 
-@pytest.mark.soak
+@pytest.mark.nightly
 def test_a_full_disk_fails_checkpoints_but_not_training(spot: Nodes, text: str, alone: str, tmp_path: Path) -> None:
     """From step 20 until the step before the checkpoint of step 60, no process of the run can write a file larger than 1 KiB."""
     settings = (f"plan.max_steps={STEPS}", "checkpoint.every_steps=15", "checkpoint.keep=10")
@@ -47,7 +47,7 @@ def test_a_full_disk_fails_checkpoints_but_not_training(spot: Nodes, text: str, 
     assert {int(name.split("-")[1]) for name in saved} == {15, 60, 75, 80}
 
 
-@pytest.mark.soak
+@pytest.mark.nightly
 @pytest.mark.skipif(available_memory() < 12 * 2**30, reason="takes 6 GiB more than what runs already")
 def test_a_worker_that_exhausts_the_memory_is_named_and_the_run_continues(
     text: str, alone: str, tmp_path: Path

@@ -26,6 +26,7 @@ def under_way(trials: Store) -> list[str]:
     return found
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "keys",
     [
@@ -33,7 +34,7 @@ def under_way(trials: Store) -> list[str]:
         pytest.param(
             {"base_lrs": [1e-2], "seeds": [0, 1], "samples": 24000, "overrides": {"workers.max": 2}},
             id="with-workers",
-            marks=pytest.mark.soak,
+            marks=pytest.mark.nightly,
         ),
     ],
 )

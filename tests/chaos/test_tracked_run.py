@@ -21,7 +21,7 @@ STEPS = 1400
 """Number of steps of the run, which take longer at the slow pace than everything that happens to it. The rest is trained at full speed."""
 OUTAGE_S = 30.0
 
-pytestmark = [pytest.mark.soak, pytest.mark.timeout(1200)]
+pytestmark = [pytest.mark.nightly, pytest.mark.timeout(1200)]
 
 
 def test_mlflow_and_wandb_show_one_run_with_the_first_commit_of_every_step(

@@ -17,7 +17,7 @@ from undula.storage import open_store
 from undula.testing.chaos import Chaos, start_driver
 from undula.testing.nodes import Nodes
 
-pytestmark = [pytest.mark.soak, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.nightly, pytest.mark.timeout(600)]
 JOB = Path(__file__).parent / "trainer_job.py"
 STEPS_OF_EPOCH = 21
 

@@ -12,7 +12,7 @@ from undula.testing.nodes import Nodes
 
 LIMIT_S = 240.0
 
-pytestmark = [pytest.mark.soak, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.nightly, pytest.mark.timeout(900)]
 
 
 def test_a_job_that_cannot_train_gives_its_workers_to_one_that_can(spot: Nodes, text: str, tmp_path: Path) -> None:

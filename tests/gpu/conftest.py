@@ -25,7 +25,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         ):
             item.add_marker(pytest.mark.skip(reason="torch sees no GPU"))
         elif not HAS_GPU and item.path.name == "test_gpu_training.py":
-            item.add_marker(pytest.mark.soak)  # on a CPU, tests/unit has the same promises
+            item.add_marker(pytest.mark.nightly)  # on a CPU, tests/unit has the same promises
 
 
 @pytest.fixture

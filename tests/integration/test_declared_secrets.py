@@ -85,8 +85,8 @@ def job(tmp_path: Path) -> Path:
     ("kind", "options"),
     [
         ("cluster", ()),
-        pytest.param("cluster", ("data.head_mib=0",), marks=pytest.mark.soak, id="read tasks"),
-        pytest.param("own cluster", (), marks=pytest.mark.soak, id="own cluster"),
+        pytest.param("cluster", ("data.head_mib=0",), marks=pytest.mark.nightly, id="read tasks"),
+        pytest.param("own cluster", (), marks=pytest.mark.nightly, id="own cluster"),
         ("in process", ("--in-process",)),
     ],
 )
@@ -106,7 +106,7 @@ def test_declared_secrets_are_masked_wherever_text_leaves_a_process(
     assert_nothing_shows(out, run, cluster)
 
 
-@pytest.mark.soak
+@pytest.mark.nightly
 @pytest.mark.parametrize("place", ["map", "import"])
 def test_declared_secrets_are_masked_where_else_a_script_raises(place: str, job: Path, session_jobs: Jobs) -> None:
     out = talk("run", job, session_jobs.cluster, "data.head_mib=0", "--env", f"RAISES={place}")
@@ -114,13 +114,13 @@ def test_declared_secrets_are_masked_where_else_a_script_raises(place: str, job:
     assert_nothing_shows(out, Store(str(job.parent / "runs" / "talkative")), session_jobs.cluster)
 
 
-@pytest.mark.soak
+@pytest.mark.nightly
 def test_declared_secrets_of_a_study_are_masked(job: Path, session_jobs: Jobs) -> None:
     out = talk("study", job, session_jobs.cluster, "overrides.config.more=${env:REFERENCED}")
     assert_nothing_shows(out, Store(str(job.parent / "runs" / "studied")), session_jobs.cluster)
 
 
-@pytest.mark.soak
+@pytest.mark.nightly
 def test_a_script_that_is_run_directly_masks_what_its_settings_refer_to(job: Path, session_jobs: Jobs) -> None:
     cluster = session_jobs.cluster
     env = {**os.environ, **cluster.env, "RAY_ADDRESS": cluster.address, "REFERENCED": REFERENCED}

@@ -23,7 +23,7 @@ def alone(session_jobs: Jobs) -> Finished:
     return session_jobs.alone("exact-1", *session_jobs.past_an_epoch(), *SETTINGS)
 
 
-@pytest.mark.soak
+@pytest.mark.nightly
 def test_a_crash_and_another_world_size_do_not_change_a_bit(alone: Finished, session_jobs: Jobs) -> None:
     """Six virtual workers run on four ranks, which does not divide six, and then on two. Ray Data reads all of their data, and an
     epoch ends during the run.

@@ -117,6 +117,7 @@ def await_probe(cluster: Nodes, node: str, process: "subprocess.Popen[str]") -> 
         time.sleep(0.02)  # limits the polling rate
 
 
+@pytest.mark.nightly
 def test_a_healthy_cluster_passes(two_nodes: Nodes, tmp_path: Path) -> None:
     deadline = time.monotonic() + LIMIT_S
     while True:
@@ -141,7 +142,7 @@ def test_a_healthy_cluster_passes(two_nodes: Nodes, tmp_path: Path) -> None:
     assert list((tmp_path / "runs").iterdir()) == [], "the doctor leaves files behind"
 
 
-@pytest.mark.soak
+@pytest.mark.nightly
 def test_a_worker_and_the_link_between_two_are_measured(two_nodes: Nodes, tmp_path: Path) -> None:
     file = tmp_path / "rates.json"
     process = start(two_nodes.cluster, tmp_path / "runs", "--measure", str(file))
@@ -166,7 +167,7 @@ def test_an_unwritable_runs_folder_is_reported_with_the_fix(two_nodes: Nodes, tm
     assert "1 to fix; 3 nodes in" in out
 
 
-@pytest.mark.soak
+@pytest.mark.nightly
 def test_ray_without_its_token_fails(forking_python: str, s3: Any) -> None:
     with local_cluster(num_cpus=1, env={"RAY_AUTH_MODE": "disabled"}, python=forking_python) as cluster:
         examined = examine(cluster, s3.url("runs"), RAY_AUTH_MODE="disabled")
@@ -187,6 +188,7 @@ def without_token(two_nodes: Nodes, tmp_path_factory: pytest.TempPathFactory) ->
     return start(two_nodes.cluster, folder, RAY_AUTH_TOKEN_PATH=str(folder / "token"), RAY_AUTH_MODE="disabled")
 
 
+@pytest.mark.nightly
 @pytest.mark.usefixtures("without_token")
 def test_a_node_that_hangs_is_named(two_nodes: Nodes, third_node: str, tmp_path: Path) -> None:
     """The raylet and its children are stopped. Ray considers the node alive for longer than the examination takes."""
@@ -200,7 +202,7 @@ def test_a_node_that_hangs_is_named(two_nodes: Nodes, third_node: str, tmp_path:
     assert_others_examined(examined, third_node)
 
 
-@pytest.mark.soak
+@pytest.mark.nightly
 def test_a_node_that_dies_during_the_examination_is_named(two_nodes: Nodes, third_node: str, tmp_path: Path) -> None:
     started = time.monotonic()
     process = start(two_nodes.cluster, tmp_path, "--json")

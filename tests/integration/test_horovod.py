@@ -16,7 +16,7 @@ TOLERANCE = 1e-5
 HOROVOD = pytest.importorskip("horovod", reason="Horovod is not installed: make horovod")
 
 
-@pytest.mark.parametrize("world_size", [pytest.param(1, marks=pytest.mark.soak), 3])
+@pytest.mark.parametrize("world_size", [pytest.param(1, marks=pytest.mark.nightly), 3])
 def test_losses_are_those_of_the_torch_engine(session_jobs: Jobs, on_one_rank: Finished, world_size: int) -> None:
     """Six virtual workers have one micro-batch each, and an epoch ends during the run."""
     settings = (*session_jobs.past_an_epoch(), "engine=horovod")
@@ -74,6 +74,7 @@ def test_horovods_own_functions_work_in_a_script_except_its_optimizer(session_jo
     assert "alltoall" in trace.read_text().lower()
 
 
+@pytest.mark.nightly
 def test_a_script_of_rays_former_trainer_runs(cluster: LocalCluster, tmp_path: Path) -> None:
     digits().write(str(tmp_path / "digits"))
     script = ROOT / "jobs" / "horovod_trainer.py"
@@ -86,6 +87,7 @@ def test_a_script_of_rays_former_trainer_runs(cluster: LocalCluster, tmp_path: P
     assert json.loads(line)["loss"] < 2.0
 
 
+@pytest.mark.nightly
 def test_a_missing_horovod_is_reported_with_the_command_that_installs_it(session_jobs: Jobs, tmp_path: Path) -> None:
     (tmp_path / "horovod").mkdir()
     (tmp_path / "horovod" / "__init__.py").write_text("raise ModuleNotFoundError('no horovod')")

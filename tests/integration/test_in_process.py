@@ -9,6 +9,7 @@ import pytest
 import torch
 from alone import train_alone
 from jobs_kit import LANGUAGE_MODEL, SMALL
+from night import at_night
 
 from undula.report.data.goodput import goodput
 from undula.state.commit import find_commits
@@ -55,7 +56,9 @@ def script(text: str, tmp_path: Path) -> Path:
     return file
 
 
-@pytest.mark.parametrize("settings", [(), ("data.head_mib=0",)], ids=["head", "all"])
+@pytest.mark.parametrize(
+    "settings", [(), pytest.param(("data.head_mib=0",), marks=pytest.mark.nightly)], ids=["head", "all"]
+)
 def test_it_makes_the_bits_of_a_worker(text: str, tmp_path: Path, settings: tuple[str, ...]) -> None:
     data = (f"data.train={text}/train", f"data.validation={text}/validation", f"runs={tmp_path}")
     common = (*SMALL, *data, "plan.max_steps=20", "deterministic=true")
@@ -103,6 +106,7 @@ class Sequential(torch.nn.Module):
 """
 
 
+@pytest.mark.nightly
 def test_a_library_may_count_the_layers_of_a_process(
     script: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -160,6 +164,7 @@ def test_an_exit_in_mid_run_is_no_success(script: Path, exits: str, reason: str)
     assert done.stderr.endswith(f"(job.py:{line})\n")
 
 
+@pytest.mark.nightly
 def test_a_variable_of_a_launcher_is_named_when_it_is_read(script: Path) -> None:
     reads = 'assert sys.modules["os"].environ["RANK"]'
     script.write_text(SCRIPT.replace("breakpoint()", "").replace("        AT_STEP", f"    {reads}"))
@@ -168,7 +173,7 @@ def test_a_variable_of_a_launcher_is_named_when_it_is_read(script: Path) -> None
     assert done.stderr.startswith("undula: the script reads the environment variable RANK, which launchers such as")
 
 
-@pytest.mark.parametrize("end", ["sys.exit()", "torch.distributed.destroy_process_group()"])
+@pytest.mark.parametrize("end", ["sys.exit()", *at_night(["torch.distributed.destroy_process_group()"])])
 def test_the_end_of_a_script_of_torchrun_is_that_of_a_run(script: Path, end: str) -> None:
     script.write_text(SCRIPT.replace("breakpoint()", "").replace("        AT_STEP", f"    {end}"))
     done = run_here(str(script.with_suffix(".yaml")))
@@ -176,7 +181,7 @@ def test_the_end_of_a_script_of_torchrun_is_that_of_a_run(script: Path, end: str
     assert "finished: " in done.stdout
 
 
-@pytest.mark.parametrize(("place", "status"), [("breakpoint()", 143), ("AT_STEP", 130)])
+@pytest.mark.parametrize(("place", "status"), [*at_night([("breakpoint()", 143)]), ("AT_STEP", 130)])
 def test_a_signal_ends_the_training_and_the_checks_before_it(script: Path, place: str, status: int) -> None:
     text = SCRIPT.replace(place, "import signal; signal.raise_signal(signal.SIGTERM)")
     script.write_text(text.replace("breakpoint()", "").replace("AT_STEP", "pass"))
@@ -216,6 +221,7 @@ def test_epochs_that_end_before_the_steps_that_the_job_asks_for_are_named_first(
     assert "before the 12,345 of plan.max_steps" in first
 
 
+@pytest.mark.nightly
 def test_work_after_the_last_step_that_has_failed_is_done_again(script: Path) -> None:
     def run(after: str) -> "subprocess.CompletedProcess[str]":
         script.write_text(SCRIPT.replace("breakpoint()", "").replace("        AT_STEP", f"    {after}"))
@@ -238,6 +244,7 @@ def test_a_second_call_of_main_is_refused(script: Path) -> None:
     assert "undula: undula.main() was called twice in one script" in done.stderr.splitlines()[-1]
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", ["accelerate_cv", "lightning_autoencoder"])
 def test_a_script_of_an_adapter_is_checked_and_then_trains_in_the_same_process(name: str, tmp_path: Path) -> None:
     gallery = Path(__file__).parents[1] / "gallery"

@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from night import at_night
 
 ACCELERATE = Path(__file__).parents[1] / "migration" / "accelerate_after.py"
 SCRIPT = """
@@ -32,7 +33,7 @@ def launch(command: list[str], script: Path, folder: Path, *arguments: str) -> "
     return subprocess.run(command, capture_output=True, text=True, timeout=300)
 
 
-@pytest.mark.parametrize("module", ["run", "launch"])
+@pytest.mark.parametrize("module", ["run", *at_night(["launch"])])
 def test_torchrun(tmp_path: Path, module: str) -> None:
     torchrun = [f"torch.distributed.{module}", "--standalone", "--nproc-per-node=3", "--max-restarts=2"]
     done = launch(torchrun, Path("none"), tmp_path, "schedule.base_lr=0.001", "plan.global_batch=4")
@@ -42,6 +43,7 @@ def test_torchrun(tmp_path: Path, module: str) -> None:
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.nightly
 def test_accelerate(tmp_path: Path) -> None:
     command = ["accelerate.commands.accelerate_cli", "launch", "--multi_gpu", "--num_processes=2"]
     arguments = f"config.arguments=--output_dir {tmp_path / 'out'} --epochs 1"

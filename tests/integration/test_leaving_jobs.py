@@ -112,7 +112,7 @@ def test_ctrl_c_leaves_a_job_of_a_running_cluster_alone_until_it_is_stopped(user
     assert stopped
 
 
-@pytest.mark.soak
+@pytest.mark.nightly
 def test_a_detached_job_is_followed_stopped_and_continued(user: User) -> None:
     out, _ = (process := user.run("--detach")).communicate(timeout=LIMIT_S)
     assert process.returncode == 0
@@ -183,7 +183,7 @@ def heads() -> Iterator[Heads]:
     shutil.rmtree(folder, ignore_errors=True)
 
 
-@pytest.mark.soak
+@pytest.mark.nightly
 def test_a_job_continues_on_another_head_if_it_is_kept_alive(heads: Heads, text: str, tmp_path: Path) -> None:
     user = User({**heads.env(), "UNDULA_ADDRESS": f"http://127.0.0.1:{heads.dashboard}"}, text, tmp_path, "kept")
     process = user.run("--keep-alive", "checkpoint.every_steps=5")

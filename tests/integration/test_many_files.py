@@ -57,7 +57,7 @@ def test_a_manifest_is_found_without_a_listing_of_the_files(
         assert len(proxy.authorizations) == 2  # one looks whether the manifest exists, and one reads it
 
 
-@pytest.mark.soak
+@pytest.mark.nightly
 @pytest.mark.timeout(1500)
 def test_many_files_are_indexed_and_a_run_on_them_starts_in_time(
     s3: Any, text: str, forking_python: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -54,6 +54,7 @@ def test_a_script_of_torchrun(tmp_path: Path) -> None:
     assert losses_of_run(tmp_path) == pytest.approx(before, abs=1e-6)
 
 
+@pytest.mark.nightly
 def test_a_script_of_ray_train(cluster: LocalCluster, tmp_path: Path) -> None:
     script = [cluster.python, str(FOLDER / "ray_train_before.py"), str(tmp_path)]
     run_script(script, **cluster.env, RAY_ADDRESS=cluster.address)
@@ -61,6 +62,7 @@ def test_a_script_of_ray_train(cluster: LocalCluster, tmp_path: Path) -> None:
     assert losses_of_run(tmp_path) == pytest.approx(before, abs=1e-6)
 
 
+@pytest.mark.nightly
 def test_a_script_of_horovod_elastic(tmp_path: Path) -> None:
     pytest.importorskip("horovod.torch", reason="Horovod is not installed: make horovod")
     hosts = tmp_path / "discover_hosts.sh"

@@ -66,6 +66,7 @@ def test_the_nodes_of_a_machine_are_found_at_any_of_its_addresses(network: Machi
         assert left == f"Ray drains {nodes[address_of(2)][:8]}"
 
 
+@pytest.mark.nightly
 @pytest.mark.timeout(900)
 def test_ranks_use_the_interface_of_their_node_although_its_name_resolves_to_the_loopback(
     network: Machines, text: str, tmp_path: Path

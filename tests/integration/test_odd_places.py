@@ -43,6 +43,7 @@ def odd_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]
     proxy.server_close()
 
 
+@pytest.mark.nightly
 @pytest.mark.usefixtures("odd_place")
 def test_a_local_cluster_starts_in_an_odd_place(forking_python: str) -> None:
     with local_cluster(num_cpus=1, python=forking_python) as cluster:

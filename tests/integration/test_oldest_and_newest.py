@@ -16,7 +16,7 @@ BESIDE = ("accelerate", "datasets", "peft")
 """Libraries of which another one may need another version."""
 OF_ADAPTERS = ("transformers", "accelerate", "pytorch-lightning")
 
-pytestmark = [pytest.mark.timeout(1800), pytest.mark.soak]
+pytestmark = [pytest.mark.timeout(1800), pytest.mark.nightly]
 
 
 @pytest.mark.parametrize(

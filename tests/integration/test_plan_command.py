@@ -56,6 +56,7 @@ def test_a_model_is_planned_by_its_size_alone() -> None:
     assert set(fast) == {"fp16"}, "a T4 computes in bf16 no faster than in fp32"
 
 
+@pytest.mark.nightly
 def test_a_terminal_shows_what_is_counted(tmp_path: Path) -> None:
     terminal, screen = pty.openpty()
     small = ("--parameters", "1e6", "--vocabulary", "256", "--context", "64", "--layers", "2", "--gpu", "L4")
@@ -73,6 +74,7 @@ def test_a_terminal_shows_what_is_counted(tmp_path: Path) -> None:
     assert "counting" not in (tmp_path / "out").read_text()
 
 
+@pytest.mark.nightly
 def test_a_sharded_model_is_planned_with_what_each_worker_holds() -> None:
     sharded, whole = (
         json.loads(plan_size("--gpu", "L4", "--global-batch", "32", "--json", *more).stdout)
@@ -89,6 +91,7 @@ def test_a_sharded_model_is_planned_with_what_each_worker_holds() -> None:
     assert snapshots == pytest.approx([kept] * 2, rel=0.01)
 
 
+@pytest.mark.nightly
 def test_tokens_per_second_are_shown_and_can_be_a_target_and_a_page_is_written(tmp_path: Path) -> None:
     page = tmp_path / "plan.html"
     long = ("--global-batch", "32", "--steps", "1000000")
@@ -115,6 +118,7 @@ def test_the_main_job_fits_everywhere_and_more_workers_are_faster(text: str) -> 
     assert {round(each["tokens_per_s"] / each["samples_per_s"], 6) for each in found["candidates"]} == {33.0}
 
 
+@pytest.mark.nightly
 def test_a_job_that_is_too_large_says_by_how_much_and_what_would_fit(text: str) -> None:
     large = ("config.model.layers=2", "config.model.width=8192", "config.model.heads=64", "plan.global_batch=512")
     done = plan(text, "--gpu", "L4", "--workers", "4", *large)
@@ -123,6 +127,7 @@ def test_a_job_that_is_too_large_says_by_how_much_and_what_would_fit(text: str) 
     assert "on L4, " in done.stdout
 
 
+@pytest.mark.nightly
 def test_the_setting_of_the_yaml_is_shown_on_each_gpu(text: str) -> None:
     """Also fp16, where a GPU computes in bf16 as fast."""
     done = plan(
@@ -143,6 +148,7 @@ def test_the_setting_of_the_yaml_is_shown_on_each_gpu(text: str) -> None:
     assert {"L4", "T4"} <= set(own)
 
 
+@pytest.mark.nightly
 def test_the_choice_is_written_to_a_copy_with_its_comments(text: str, tmp_path: Path) -> None:
     copy = tmp_path / "copy.yaml"
     done = plan(
@@ -213,6 +219,7 @@ def test_a_job_or_a_size_is_given_and_not_both(arguments: tuple[str, ...], sente
     assert len(done.stderr.strip().splitlines()) == 1
 
 
+@pytest.mark.nightly
 def test_a_measured_worker_is_planned_like_a_gpu(text: str, tmp_path: Path) -> None:
     file = tmp_path / "rates.json"
     fp32 = {"fp32": DeviceRates(1e12, 1e11, 1e-6)}

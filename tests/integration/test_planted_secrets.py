@@ -71,8 +71,8 @@ def job(tmp_path: Path) -> Path:
     ("kind", "more"),
     [
         ("run", ()),
-        pytest.param("run", ("data.head_mib=0",), marks=pytest.mark.soak, id="read tasks"),
-        pytest.param("study", (), marks=pytest.mark.soak),
+        pytest.param("run", ("data.head_mib=0",), marks=pytest.mark.nightly, id="read tasks"),
+        pytest.param("study", (), marks=pytest.mark.nightly),
     ],
 )
 def test_planted_secrets_reach_the_script_and_appear_nowhere(

@@ -138,7 +138,7 @@ def test_neither_prefetch_nor_data_cpus_change_the_order(reader: Reader, url: st
     assert reader.steps(url, 2, **reading) == planned(url)
 
 
-@pytest.mark.soak
+@pytest.mark.nightly
 def test_temporary_faults_of_s3_lose_no_sample(
     cluster: LocalCluster, s3: Any, s3_endpoint: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -170,6 +170,7 @@ def launch_and_set_up(head_ip: str) -> str:
     return str(provider.internal_ip(of_type[INSTALLED]))
 
 
+@pytest.mark.nightly
 def test_the_head_is_on_demand_with_its_own_profile_and_an_encrypted_disk(story: Story) -> None:
     sent = story.launches["head"]
     assert story.head["InstanceType"] == sent["InstanceType"] == "r6i.large"

@@ -113,7 +113,7 @@ def merges(store: Store) -> int:
     return max(numbers, default=0)
 
 
-STRICT = [pytest.param(takes, False, marks=pytest.mark.soak) for takes in ("quoted", "bare")]
+STRICT = [pytest.param(takes, False, marks=pytest.mark.nightly) for takes in ("quoted", "bare")]
 
 
 @pytest.mark.parametrize(("takes", "resumes"), [("any", True), *STRICT])

@@ -82,6 +82,7 @@ def test_a_run_waits_for_a_busy_store_and_says_so_once(
     assert done.out.count(event.message) == 1
 
 
+@pytest.mark.nightly
 def test_a_study_on_s3_is_conducted_by_one_driver_of_a_cluster(
     s3, s3_cluster: LocalCluster, text: str, tmp_path: Path
 ) -> None:

@@ -22,6 +22,7 @@ OTHER = (
 )
 
 
+@pytest.mark.nightly
 def test_runs_on_each_number_of_workers_are_identical_and_those_without_cores_are_marked(
     text: str, tmp_path: Path
 ) -> None:

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 
 from undula.cluster.local import LocalCluster
@@ -219,6 +220,7 @@ def job_with_files(folder: Path, runs: Path) -> None:
     (folder / "job.yaml").write_text(FILES_JOB.format(runs=runs))
 
 
+@pytest.mark.nightly
 def test_a_script_reads_and_writes_in_its_own_folder(cluster: LocalCluster, tmp_path: Path) -> None:
     job_with_files(tmp_path / "mine", tmp_path / "runs")
     undula = str(Path(sys.executable).parent / "undula")
@@ -235,6 +237,7 @@ def test_a_script_reads_and_writes_in_its_own_folder(cluster: LocalCluster, tmp_
     assert not (tmp_path / "runs" / "files" / "files").exists()
 
 
+@pytest.mark.nightly
 def test_files_of_a_script_that_exists_only_as_a_copy_reach_the_run(cluster: LocalCluster, tmp_path: Path) -> None:
     job_with_files(tmp_path / "gone", tmp_path / "runs")
     ray = str(Path(sys.executable).parent / "ray")

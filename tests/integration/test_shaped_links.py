@@ -1,6 +1,6 @@
 """Tests that the model of a link, fitted to messages over it, has its latency and its rate, and predicts an all-reduce and a step over it.
 
-The tests of steps print what docs/planning.md says of them: `pytest -m soak -s tests/integration/test_shaped_links.py`.
+The tests of steps print what docs/planning.md says of them: `pytest -m nightly -s tests/integration/test_shaped_links.py`.
 """
 
 import json
@@ -18,7 +18,7 @@ from undula.plan.memory import BUCKET_BYTES
 from undula.plan.scaling import fit_link
 from undula.plan.step_time import BACKWARD_SHARE
 
-pytestmark = pytest.mark.soak
+pytestmark = pytest.mark.nightly
 DELAYS = 2
 """Number of delays that a message of gloo takes, because its receiver asks for it."""
 OWN_MS = 0.7

@@ -136,7 +136,7 @@ def test_a_cluster_is_used_again_only_if_it_was_given_back_as_it_was(tmp_path: P
     assert "the cluster of the fixture cluster is replaced: the jobs 01000000 are alive" in out
 
 
-@pytest.mark.soak
+@pytest.mark.nightly
 def test_a_test_that_fails_in_a_shared_cluster_fails_alone_and_costs_less_than_a_minute(tmp_path: Path) -> None:
     out = run(ON_RAY, tmp_path)
     assert "the cluster of the fixture spot is replaced: the jobs 01000000 and the actors Left are alive" in out

@@ -37,6 +37,7 @@ def raylets(cluster: LocalCluster) -> Iterator[psutil.Process]:
                 yield process
 
 
+@pytest.mark.nightly
 def test_a_cluster_whose_agents_start_slowly_runs_a_job(tmp_path: Path) -> None:
     (tmp_path / "sitecustomize.py").write_text(SLOW)
     path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
@@ -65,7 +66,7 @@ def test_a_raylet_that_ends_while_it_starts_ends_the_start(tmp_path: Path) -> No
         assert time.monotonic() - began < RAYLET_S
 
 
-@pytest.mark.soak
+@pytest.mark.nightly
 def test_a_cluster_whose_raylet_starts_slowly_starts(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -132,7 +132,7 @@ def test_every_part_is_tried_and_the_run_itself_stays_as_it_was(tiny: Tiny) -> N
     ("override", "reason"),
     [
         ("workers.cpus=3", "the cluster has room for one worker now"),
-        pytest.param("workers.max=1", "workers.max is 1", marks=pytest.mark.soak),
+        pytest.param("workers.max=1", "workers.max is 1", marks=pytest.mark.nightly),
     ],
 )
 def test_a_change_of_workers_that_cannot_be_tried_is_named(tiny: Tiny, override: str, reason: str) -> None:
@@ -166,7 +166,7 @@ def test_a_change_of_workers_that_cannot_be_tried_is_named(tiny: Tiny, override:
             "2 workers",
             1,
             r"2 workers: .*RuntimeError: only one of us can be right at tiny\.py:.*; correct the script, or",
-            marks=pytest.mark.soak,
+            marks=pytest.mark.nightly,
         ),
     ],
 )
@@ -216,7 +216,7 @@ def test_options_that_a_smoke_test_cannot_have_are_refused(option: str) -> None:
     )
 
 
-@pytest.mark.soak
+@pytest.mark.nightly
 def test_a_worker_that_rays_memory_monitor_ends_is_found(script: Path, tmp_path: Path) -> None:
     """The worker takes 6 GiB, and the monitor of a cluster of its own leaves 4 GiB."""
     job = str(script.with_suffix(".yaml"))

@@ -38,7 +38,7 @@ def whole(cluster: LocalCluster, text: str, tmp_path_factory: pytest.TempPathFac
     [
         # Python answers SIGINT as it does SIGTERM.
         pytest.param((signal.SIGKILL, signal.SIGTERM), id="SIGTERM"),
-        pytest.param((signal.SIGKILL, signal.SIGTERM, signal.SIGINT), id="SIGINT", marks=pytest.mark.soak),
+        pytest.param((signal.SIGKILL, signal.SIGTERM, signal.SIGINT), id="SIGINT", marks=pytest.mark.nightly),
     ],
 )
 def test_stopping_the_driver_does_not_change_the_results(
@@ -85,6 +85,7 @@ def test_a_study_that_cannot_be_trained_is_refused(studies: Studies) -> None:
     assert "/run is the directory of a run; give the study another name" in out
 
 
+@pytest.mark.nightly
 def test_lagging_trials_are_stopped_and_stay_stopped(studies: Studies) -> None:
     keys = {
         "packed": 1,
@@ -122,6 +123,7 @@ def test_unpacked_trials_are_runs_with_certificates(studies: Studies) -> None:
         assert_on_tensorboard(store)
 
 
+@pytest.mark.nightly
 def test_a_failed_or_diverged_trial_does_not_affect_the_others(studies: Studies, tmp_path: Path) -> None:
     script = tmp_path / "failing.py"
     script.write_text(

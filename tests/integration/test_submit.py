@@ -143,6 +143,7 @@ def test_undula_run_starts_a_cluster_and_leaves_no_process_behind(mark: str, tex
     assert logs.stdout.splitlines() == lines[lines.index(next(line for line in lines if "starts: rank 0" in line)) :]
 
 
+@pytest.mark.nightly
 def test_ctrl_c_leaves_no_process_behind(mark: str, text: str, tmp_path: Path) -> None:
     process = start_undula_run(UNDULA, mark, text, tmp_path, "name=interrupted", "plan.max_steps=1000000")
     assert process.stdout is not None

@@ -45,7 +45,7 @@ def test_prometheus_can_scrape_the_metrics_of_a_run(jobs: Jobs, tmp_path: Path) 
         process.communicate()
 
 
-@pytest.mark.soak
+@pytest.mark.nightly
 def test_gauges_stay_while_a_step_takes_longer_than_ray_keeps_them(jobs: Jobs, tmp_path: Path) -> None:
     """Ray's agent drops a gauge that was not set for 20 s."""
     process = with_script(jobs, tmp_path).start("slow", "plan.max_steps=1000", "config.pace_s=600")
@@ -102,6 +102,7 @@ def images(tmp_path_factory: pytest.TempPathFactory) -> str:
     return out
 
 
+@pytest.mark.nightly
 def test_batch_normalization_and_logged_values_are_the_same_with_each_engine_and_world_size(
     session_jobs: Jobs, images: str
 ) -> None:

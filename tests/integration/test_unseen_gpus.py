@@ -81,6 +81,7 @@ def noting(jobs: Jobs, begin: str = "pass") -> Jobs:
     return replace(jobs, script=script)
 
 
+@pytest.mark.nightly
 def test_a_gpu_that_torch_does_not_see_ends_the_start_with_one_sentence(jobs: Jobs) -> None:
     done = jobs.run("refused", "plan.max_steps=4")
     assert done.status == 3
@@ -94,6 +95,7 @@ def test_a_gpu_that_torch_does_not_see_ends_the_start_with_one_sentence(jobs: Jo
     assert "crash" not in done.ledger.events["kind"].to_pylist(), "the start was tried again"
 
 
+@pytest.mark.nightly
 def test_a_worker_without_a_gpu_trains_on_the_cpu_sees_no_gpu_and_is_not_counted(jobs: Jobs) -> None:
     jobs = noting(jobs, "print('GPUs:', repr(os.environ.get('CUDA_VISIBLE_DEVICES')), 'device:', run.device)")
     done = jobs.run("cpus", "plan.max_steps=4", "workers.gpus=0")
@@ -156,6 +158,7 @@ def test_the_check_can_be_turned_off(jobs: Jobs) -> None:
     assert "estimate" not in done.ledger.events["kind"].to_pylist()
 
 
+@pytest.mark.nightly
 def test_a_script_that_may_take_another_way_on_a_gpu_is_warned_and_not_refused(jobs: Jobs) -> None:
     estimate = expected(noting(jobs, "assert run.device.type != 'cuda'"), *LARGE)
     assert estimate.message.endswith("of the 0.7 GiB of T4, which may be too little.")
@@ -174,6 +177,7 @@ def test_a_script_that_cannot_be_counted_starts_its_workers_as_without_the_check
     assert "estimate" not in done.ledger.events["kind"].to_pylist()
 
 
+@pytest.mark.nightly
 def test_ctrl_c_leaves_no_count_behind(jobs: Jobs) -> None:
     jobs = noting(jobs, "run.rank == 0 or (note('hangs'), time.sleep(600))")
     driver, hangs = jobs.start("stopped"), jobs.script.with_name("hangs")

@@ -4,9 +4,10 @@ import json
 
 import pytest
 from jobs_kit import STREAMED, Finished, Jobs
+from night import at_night
 
 
-@pytest.mark.parametrize("world_size", [2, 3, 4])
+@pytest.mark.parametrize("world_size", [*at_night([2, 3]), 4])
 def test_any_world_size_gives_the_same_losses(session_jobs: Jobs, on_one_rank: Finished, world_size: int) -> None:
     """Six virtual workers run on 1 to 4 ranks, with dropout. The data has several files, and an epoch ends during the run."""
     together = session_jobs.alone(f"world-{world_size}", *session_jobs.past_an_epoch(), world_size=world_size)
@@ -18,7 +19,7 @@ def test_any_world_size_gives_the_same_losses(session_jobs: Jobs, on_one_rank: F
         assert together.column(name) == on_one_rank.column(name)
 
 
-@pytest.mark.soak
+@pytest.mark.nightly
 def test_a_mix_of_data_sets_is_the_same_at_any_world_size(session_jobs: Jobs) -> None:
     parts = (
         {"url": f"{session_jobs.text}/{name}", "weight": weight} for name, weight in (("train", 3), ("validation", 1))

@@ -38,7 +38,7 @@ def without(satellites: str, code: str) -> "subprocess.CompletedProcess[str]":
 
 @pytest.mark.parametrize(
     "satellites",
-    [",".join(SATELLITES), *(pytest.param(each, marks=pytest.mark.soak) for each in SATELLITES)],
+    [",".join(SATELLITES), *(pytest.param(each, marks=pytest.mark.nightly) for each in SATELLITES)],
 )
 def test_a_job_trains_without_satellites(satellites: str, tmp_path: Path) -> None:
     (tmp_path / "text").mkdir()

@@ -10,6 +10,7 @@ import pytest
 import test_trl
 import torch
 from adapters_kit import columns, job_of_script, renamed, train_group, train_here
+from night import at_night
 from ranks import on_ranks
 from safetensors.torch import load_file
 from tiny_lm import Sequences, tiny_gpt
@@ -83,11 +84,9 @@ def require_equal_models(folder: Path, count: int) -> None:
 @pytest.mark.parametrize(
     ("stage", "world_size", "more"),
     [
-        (1, 2, {"label_smoothing_factor": 0.1}),
+        *at_night([(1, 2, {"label_smoothing_factor": 0.1}), (3, 1, {}), (3, 3, {"save_strategy": "best"})]),
         (2, 3, {"neftune_noise_alpha": 5.0}),
-        (3, 1, {}),
         (3, 2, {"gradient_checkpointing": True, "label_smoothing_factor": 0.1}),
-        (3, 3, {"save_strategy": "best"}),
     ],
 )
 def test_a_sharded_model_has_the_bits_of_a_whole_one(
@@ -108,7 +107,7 @@ def test_a_sharded_model_has_the_bits_of_a_whole_one(
     assert read.lm_head.weight is read.transformer.wte.weight
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [*at_night([torch.float32]), torch.bfloat16])
 def test_adapters_of_a_frozen_sharded_model_train_and_are_saved_alone(tmp_path: Path, dtype: torch.dtype) -> None:
     def make(folder: Path) -> Trained:
         args = arguments(folder, **GIVEN, **BEST, gradient_checkpointing=True)
@@ -213,14 +212,14 @@ def fine_tunes(kind: str) -> None:
 KINDS = [(1, "GPT"), (2, "LoRA"), (3, "SFT")]
 
 
-@pytest.mark.parametrize(("stage", "kind"), KINDS[:2])
+@pytest.mark.parametrize(("stage", "kind"), [*at_night(KINDS[:1]), *KINDS[1:2]])
 def test_a_trainer_with_a_sharded_model_resumes_exactly(tmp_path: Path, stage: int, kind: str) -> None:
     (tmp_path / "job.yaml").write_text(JOB)
     train, sharding = Script(partial(fine_tunes, kind)), f"sharding.stage={stage}"
     conformance.check(train, tmp_path / "job.yaml", sharding, config=ScriptConfig, parts=["resume", "hand over"])
 
 
-@pytest.mark.parametrize(("stage", "kind"), KINDS[1:])
+@pytest.mark.parametrize(("stage", "kind"), [*KINDS[1:2], *at_night(KINDS[2:])])
 def test_kills_and_changes_of_the_number_of_ranks_change_no_bit(tmp_path: Path, stage: int, kind: str) -> None:
     """The uninterrupted run has one rank."""
     (tmp_path / "job.yaml").write_text(JOB)

@@ -8,6 +8,7 @@ import pytest
 import torch
 from adapters_kit import columns, job_of_script, renamed, train_here
 from datasets import Dataset
+from night import at_night
 from ranks import on_ranks
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import GPT2Config, GPT2ForSequenceClassification, GPT2LMHeadModel, PreTrainedTokenizerFast
@@ -94,8 +95,9 @@ def test_a_trainer_of_trl_has_its_own_losses_and_metrics(kind: str, tmp_path: Pa
         assert our.keys() == their.keys()
 
 
-@pytest.mark.parametrize("stage", [0, 3])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("kind", "stage"), [("SFT", 0), ("DPO", 3), *at_night([("SFT", 3), ("DPO", 0), ("Reward", 0), ("Reward", 3)])]
+)
 def test_neither_the_number_of_ranks_nor_sharding_changes_a_bit_of_a_trainer_of_trl(
     kind: str, stage: int, tmp_path: Path
 ) -> None:

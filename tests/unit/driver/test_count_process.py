@@ -140,6 +140,7 @@ def test_a_script_that_may_need_less_on_a_gpu_is_known_by_its_words(tmp_path: Pa
     assert counted.may_need_less is asks
 
 
+@pytest.mark.nightly
 def test_modules_of_the_working_directory_are_not_those_of_the_process(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -175,6 +176,7 @@ with counting(*pickle.load(sys.stdin.buffer)) as result:
 """
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
 def test_the_process_ends_with_its_driver(tmp_path: Path, number: int) -> None:
     hanging = script(tmp_path, top="Path('pid').write_text(f'{os.getpid()}\\n'); time.sleep(600)")

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import pytest
+from night import at_night
 from numbers_job import begin, cpu_run, network, numbers_job
 from ranks import on_ranks
 from waiting import wait_until
@@ -107,9 +108,13 @@ def _stuck(rank: int, world_size: int, job: Job, habit: str, is_before: bool, fo
 @pytest.mark.parametrize(
     ("habit", "is_before", "stage"),
     [
-        *((habit, True, 3) for habit in HABITS),
-        *((habit, False, 3) for habit in ("full_tensor()", "a forward pass", "gather()")),
-        *((habit, False, 0) for habit in ("barrier()", "gather()", "total()")),
+        *((habit, True, 3) for habit in ("full_tensor()", "a forward pass", "all_reduce()")),
+        *((habit, False, 3) for habit in ("full_tensor()", "gather()")),
+        *((habit, False, 0) for habit in ("barrier()", "total()")),
+        *at_night(
+            (habit, True, 3) for habit in HABITS if habit not in ("full_tensor()", "a forward pass", "all_reduce()")
+        ),
+        *at_night([("a forward pass", False, 3), ("gather()", False, 0)]),
     ],
 )
 def test_a_collective_on_one_rank_alone_is_named_with_its_line(

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from features import numbers_of, origins_of
 from group_kit import SCRIPTS, Fault, Place, Workers
+from night import at_night
 
 from undula.parallel.spec import ShardingSpec
 from undula.plan.sizes import UPDATES
@@ -108,7 +109,7 @@ def test_only_a_rank_that_is_killed_between_a_commit_and_the_next_step_costs_ste
 
 
 @pytest.mark.parametrize("name", CHANGED)
-@pytest.mark.parametrize("every", [None, 1])
+@pytest.mark.parametrize("every", [*at_night([None]), 1])
 @pytest.mark.parametrize("place", ["before the reduction", "inside the commit", "after its commit"])
 def test_what_a_script_changes_between_steps_is_not_lost_with_a_rank(
     name: str, place: Place, every: int | None, workers: Workers, tmp_path: Path, expected: dict[str, Any]
@@ -121,7 +122,7 @@ def test_what_a_script_changes_between_steps_is_not_lost_with_a_rank(
     assert numbers_of(job) == expected[name]
 
 
-@pytest.mark.parametrize("every", [1, 4])
+@pytest.mark.parametrize("every", [*at_night([1]), 4])
 @pytest.mark.parametrize("place", [*COMMITS_NOWHERE, *COMMITS])
 def test_the_state_of_a_part_is_of_one_moment_with_the_weights(
     place: Place, every: int, workers: Workers, tmp_path: Path, expected: dict[str, Any]
@@ -141,7 +142,10 @@ def test_the_state_of_a_part_is_of_one_moment_with_the_weights(
 @pytest.mark.parametrize("stage", [0, 3])
 @pytest.mark.parametrize(
     "name",
-    ["decayed after a gather", "decayed after a gather, with state", "decayed after a gather in after_step"],
+    [
+        "decayed after a gather, with state",
+        *at_night(["decayed after a gather", "decayed after a gather in after_step"]),
+    ],
 )
 def test_ranks_of_which_some_have_done_the_work_after_a_step_do_not_differ(
     name: str, stage: Any, workers: Workers, tmp_path: Path

@@ -10,6 +10,7 @@ from typing import Any, Literal
 import pytest
 import torch
 import torch.distributed as dist
+from night import at_night
 from numbers_job import CPU, cpu_run, numbers_job
 from ranks import on_ranks
 from torch import Tensor, nn
@@ -391,7 +392,7 @@ def numbers(job: Job) -> str:
     return json.dumps({name: steps[name].to_pylist() for name in ("loss", "grad_norm", "lr", "weights_digest")})
 
 
-@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize("stage", [0, *at_night([3])])
 @pytest.mark.parametrize("name", ROWS)
 def test_a_change_is_refused_or_taken_with_an_event(name: str, stage: int, tmp_path: Path) -> None:
     row = ROWS[name]
@@ -417,7 +418,7 @@ def test_a_change_is_noticed_wherever_the_state_comes_from(origin: Origin, stage
 SUBMISSION = ("first", "first")
 
 
-@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize("stage", [*at_night([0]), 3])
 @pytest.mark.parametrize("name", ["betas", "weight decay", "learning rate", "a constant of the scheduler"])
 def test_within_a_submission_the_run_keeps_what_it_began_with(name: str, stage: int, tmp_path: Path) -> None:
     """The script cannot have changed, so it makes its settings from the number of workers or the time."""

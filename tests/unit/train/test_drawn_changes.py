@@ -13,7 +13,7 @@ from group_kit import Fault, Place, Workers
 
 from undula.parallel.spec import ShardingSpec
 
-DRAWS, OF_THE_NIGHT = 30, 500
+DRAWS, OF_THE_NIGHT = 15, 500
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +48,7 @@ def test_what_a_script_changes_is_neither_lost_nor_mixed(number: int, tmp_path: 
     check(number, tmp_path, workers)
 
 
-@pytest.mark.soak
+@pytest.mark.nightly
 @pytest.mark.parametrize("number", range(DRAWS, OF_THE_NIGHT))
 def test_what_a_script_changes_is_neither_lost_nor_mixed_in_many_draws(
     number: int, tmp_path: Path, workers: Workers

@@ -22,13 +22,8 @@ class Scenario:
     """World size and groups of each set of processes."""
     default_device: str | None = None
     reads_ahead: bool = False
-
-    @property
-    def rows(self) -> list[str]:
-        """Names of the rows; torch's fully_shard does not work with another default device."""
-        return [
-            name for name in FEATURES if self.default_device is None or ("shard" not in name and "gathers" not in name)
-        ]
+    rows: tuple[str, ...] = tuple(FEATURES)
+    """Names of the rows."""
 
     @property
     def origins(self) -> list[Origin | None]:
@@ -36,21 +31,29 @@ class Scenario:
         groups = [group for _, groups in self.parts for group in groups]
         return [None, *(group.origin for group in groups[:-1])]
 
-    @property
-    def is_on_one_rank(self) -> bool:
-        return all(world_size == 1 for world_size, _ in self.parts)
 
-
+WITH_ANOTHER_DEVICE = tuple(name for name in FEATURES if "shard" not in name and "gathers" not in name)
+"""Rows that train with another default device, with which torch's fully_shard does not work."""
+MAKING_TENSORS = ("noise scale", "BatchNorm", "fp16", "lamb", "counts in buffers", "sparse gradients")
+"""Those in which the library makes tensors of each kind itself."""
 INTERRUPTED = ((1, (Group(1), Group(3, "the checkpoint"), Group(5, "the memory of a node"), Group())),)
+BY_CHECKPOINT = ((3, (Group(3, "the checkpoint"),)), (2, (Group(),)))
+BY_MEMORY = ((3, (Group(5, "the memory of a node"),)), (2, (Group(),)))
 SCENARIOS = {
-    "interrupted": Scenario(INTERRUPTED, reads_ahead=True),
-    "interrupted, with another default device": Scenario(INTERRUPTED, default_device="meta"),
-    "on two ranks, with another default device": Scenario(((2, (Group(),)),), default_device="meta"),
-    "on three ranks, and from their checkpoint on two": Scenario(((3, (Group(3, "the checkpoint"),)), (2, (Group(),)))),
-    "on three ranks, and from their memory on two": Scenario(
-        ((3, (Group(5, "the memory of a node"),)), (2, (Group(),))), reads_ahead=True
-    ),
+    "interrupted": Scenario(INTERRUPTED, reads_ahead=True, rows=tuple(FEATURES)[::3]),
+    "on three ranks, and from their checkpoint on two": Scenario(BY_CHECKPOINT, rows=tuple(FEATURES)[::2]),
+    "on three ranks, and from their memory on two": Scenario(BY_MEMORY, reads_ahead=True, rows=tuple(FEATURES)[1::2]),
+    "on two ranks, with another default device": Scenario(((2, (Group(),)),), "meta", rows=MAKING_TENSORS),
 }
+"""Scenarios whenever tests run. Each row trains on one rank, and on three and two."""
+OTHERS = {
+    "interrupted": Scenario(INTERRUPTED, reads_ahead=True),
+    "on three ranks, and from their checkpoint on two": Scenario(BY_CHECKPOINT, rows=tuple(FEATURES)[1::2]),
+    "on three ranks, and from their memory on two": Scenario(BY_MEMORY, reads_ahead=True, rows=tuple(FEATURES)[::2]),
+    "interrupted, with another default device": Scenario(INTERRUPTED, "meta", rows=WITH_ANOTHER_DEVICE),
+    "on two ranks, with another default device": Scenario(((2, (Group(),)),), "meta", rows=WITH_ANOTHER_DEVICE),
+}
+"""The rest of the rows and scenarios, for a night."""
 HOROVOD = ("plain", "clipped", "sparse gradients", "rule noise_scale", "lars", "lamb")
 
 
@@ -82,10 +85,24 @@ def assert_same(ranks: list[Numbers], expected: Numbers) -> None:
             assert numbers[name] == values, name
 
 
-@pytest.mark.parametrize(("scenario", "name"), [(key, name) for key, of in SCENARIOS.items() for name in of.rows])
-def test_a_feature_has_the_same_numbers_wherever_it_trains(scenario: str, name: str, outcome: Any) -> None:
+def cases(scenarios: dict[str, Scenario]) -> Any:
+    """Return the mark of a test that looks at each row of each scenario."""
+    found = [(of, name) for of in scenarios.values() for name in of.rows]
+    names = [f"{key}-{name}" for key, of in scenarios.items() for name in of.rows]
+    return pytest.mark.parametrize(("scenario", "name"), found, ids=names)
+
+
+@cases(SCENARIOS)
+def test_a_feature_has_the_same_numbers_wherever_it_trains(scenario: Scenario, name: str, outcome: Any) -> None:
     (expected,) = outcome(Scenario())[name]
-    assert_same(outcome(SCENARIOS[scenario])[name], expected)
+    assert_same(outcome(scenario)[name], expected)
+
+
+@pytest.mark.nightly
+@cases(OTHERS)
+def test_each_feature_has_the_same_numbers_in_each_scenario(scenario: Scenario, name: str, outcome: Any) -> None:
+    (expected,) = outcome(Scenario())[name]
+    assert_same(outcome(scenario)[name], expected)
 
 
 @pytest.fixture(scope="module")

@@ -11,6 +11,7 @@ import psutil
 import pytest
 import torch
 from horovod_ranks import on_horovod_ranks
+from night import at_night
 from numbers_job import cpu_run, numbers_job, run_batches
 from ranks import on_ranks
 from torch import nn
@@ -69,7 +70,7 @@ def _groups(rank: int, world_size: int, job: Job, is_sharded: bool) -> tuple[int
     return sum(reference() is not None for reference in found), resident
 
 
-@pytest.mark.parametrize("settings", SETTINGS)
+@pytest.mark.parametrize("settings", ["sharded", *at_night(name for name in SETTINGS if name != "sharded")])
 def test_no_weights_of_former_groups_stay_in_memory(settings: str, tmp_path: Path) -> None:
     on = on_horovod_ranks if settings == "horovod" else on_ranks
     job = replace(numbers_job(tmp_path, epochs=20), **SETTINGS[settings])

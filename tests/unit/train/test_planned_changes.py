@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 from features import numbers_of, origins_of
 from group_kit import SCRIPTS, Workers
+from night import at_night
 
 from undula.elastic.pure.ranks import order_by_state
 
@@ -31,12 +32,9 @@ def workers(tmp_path: Path) -> Iterator[Workers]:
 @pytest.mark.parametrize(
     ("before", "leaving", "joining", "part"),
     [
-        (1, [], 1, 1 / 2),
+        *at_night([(1, [], 1, 1 / 2), (3, [1], 0, 1 / 3), (3, [2], 0, 1 / 2), (2, [0], 0, 1 / 2)]),
         (2, [], 1, 1 / 3),
         (3, [0], 0, 1 / 2),
-        (3, [1], 0, 1 / 3),
-        (3, [2], 0, 1 / 2),
-        (2, [0], 0, 1 / 2),
         (2, [0, 1], 2, 1.0),
     ],
 )

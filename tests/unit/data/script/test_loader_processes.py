@@ -279,6 +279,7 @@ class Fatal(Drawn):
         return super().__getitem__(index)
 
 
+@pytest.mark.nightly
 def test_a_sample_that_ends_every_process_ends_the_run_with_its_name() -> None:
     loader = Loader(num_workers=1)
     keys = from_step(loader, dataset=Fatal())
