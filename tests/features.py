@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from drawn_data import drawn_job
+from example_parts import summed
 from feature_scripts import (
     Averaged,
     Blocks,
@@ -212,6 +213,15 @@ FEATURES |= {
     )
     for stage in (1, 2, 3)
 }  # fmt: skip
+FEATURES["rows of virtual workers"] = Feature(summed)
+FEATURES |= {
+    f"rows of virtual workers, sharded in stage {stage}": Feature(
+        summed,
+        {"sharding": ShardingSpec(stage)},
+        like="rows of virtual workers",  # type: ignore[arg-type]
+    )
+    for stage in (1, 2)
+}
 FEATURES["16-bit gathers"] = Feature(
     Loop(network, adamw), {"precision": PrecisionSpec("bf16"), "sharding": ShardingSpec(3, gather="compute")}
 )

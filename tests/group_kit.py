@@ -15,8 +15,8 @@ import psutil
 import pytest
 import torch
 import torch.distributed as dist
-from average_part import averaged
 from drawn_changes import drawn_change
+from example_parts import averaged, summed
 from feature_scripts import Loop, Train, adamw, of_name, square, with_own_average
 from features import FEATURES, SCALE_INTERVAL, Feature
 from numbers_job import cpu_run, network
@@ -112,6 +112,8 @@ SCRIPTS = {
     "decayed after a gather in after_step": Feature(partial(decayed, in_after_step=True, gathers=True)),
     "an average that is lost": Feature(partial(with_own_average, is_kept=False)),
     "averaged": Feature(averaged, {"sharding": ShardingSpec(3)}),
+    "summed": Feature(summed),
+    "summed, sharded": Feature(summed, {"sharding": ShardingSpec(2)}),
     "wide": Feature(Loop(wide, adamw), {"sharding": ShardingSpec(3)}),
 }
 """Rows that workers can train, by name."""

@@ -26,8 +26,8 @@ class LiveState:
     Args:
         model: Model of the run.
         optimizer: Optimizer of the run.
-        beside: Callback that returns the rest of the state: pieces and JSON values that belong to neither the model nor the optimizer,
-            by name.
+        beside: Callback that returns the rest of the state: pieces, rows and JSON values that belong to neither the model nor the
+            optimizer, by name.
         check: Callback that gets the values of a state before it is restored, and raises an error if the run cannot go on with it.
 
     Attributes:
@@ -83,7 +83,7 @@ class LiveState:
         Raises:
             CheckpointError: The run cannot go on with the saved state.
         """
-        targets = Targets(self.model, self.optimizer, self._beside(), saved)
+        targets = Targets(self.model, self.optimizer, rank_state(self._beside()).pieces, saved)
         self._check(values)
         return targets
 
@@ -92,14 +92,14 @@ class Targets:
     """Tensors into which a saved state is copied, as pieces. `load` passes them to the model and the optimizer."""
 
     def __init__(
-        self, model: nn.Module, optimizer: torch.optim.Optimizer, beside: Mapping[str, Any], saved: Table
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, beside: Mapping[str, Piece], saved: Table
     ) -> None:
         self._model = model
         self._optimizer = optimizer
         own = {name: spec for name, spec in saved.items() if name.startswith((MODEL, OPTIMIZER))}
         self._tensors = empty_like_saved(model, optimizer, own)
         # A setting that a resumed run may change can add or remove such a piece, which then starts anew.
-        known = {name: value for name, value in beside.items() if isinstance(value, Piece) and name in saved}
+        known = {name: piece for name, piece in beside.items() if name in saved}
         self.pieces = {**{name: piece_of(tensor) for name, tensor in self._tensors.items()}, **known}
 
     @cached_property

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,6 +15,7 @@ from undula.recovery.snapshot_writer import SnapshotWriter
 from undula.recovery.update_log import UpdateLog
 from undula.recovery.worker_state import WorkerState
 from undula.state.events import SnapshotEvent, WarningEvent
+from undula.state.pieces import RankState
 from undula.state.records import StepRow
 
 if TYPE_CHECKING:
@@ -23,7 +25,8 @@ if TYPE_CHECKING:
 class RankSnapshots:
     """Takes the snapshots of one rank. Rank 0 decides when, so that the snapshots of all ranks are of the same steps.
 
-    If every rank holds the whole state, only one rank per node writes snapshots, and only rank 0 sends replicas.
+    What all ranks hold, such as a model that is not sharded, is written by one rank of each node, and sent by rank 0 alone. If that is
+    the whole state, other ranks write and send nothing.
 
     At each step, all ranks call `wait` before they agree on the step and `agreed` afterwards. So they know then that all of them have
     stored the last snapshot, and that those of former attempts are no longer needed.
@@ -96,12 +99,23 @@ class RankSnapshots:
         began = time.perf_counter()
         held = self._live.held()
         waited_s = time.perf_counter() - began
-        num_bytes = state_bytes(held, self._layout.control) if is_sent else 0
+        stored, sent = self.stored(held), self._part(held, self._layout.is_first)
+        num_bytes = state_bytes(sent, self._layout.control) if is_sent else 0
         if self._writes:
             send = self._replicas.sender(num_bytes) if self._replicas and self._sends and num_bytes else None
-            self._writer.begin(done, held, self._live.copies(held), rows, send, waited_s, attempt)
+            self._writer.begin(done, stored, self._live.copies(stored), rows, send, waited_s, attempt, sent)
             self._last_step = done
             self._has_begun = True
+
+    def stored(self, held: RankState) -> RankState:
+        """Return the part of a state that this rank writes to the memory of its node."""
+        return self._part(held, self._layout.local_rank == 0)
+
+    def _part(self, held: RankState, is_first: bool) -> RankState:
+        """Return the part of a state that the first or another one of several ranks gives: its own pieces, and then the common ones."""
+        if held.is_whole or self._updates:  # updates are taken again from what one rank has stored
+            return held
+        return replace(held, pieces={**held.own.pieces, **held.pieces}) if is_first else held.own
 
     def wait(self) -> None:
         """Wait until the snapshot in progress is complete. Call this before the tensors change."""

@@ -189,7 +189,9 @@ class Restorer:
             targets.copy_whole(states[0])
         elif is_whole and self.live.is_whole:
             holder = next(source for source, of_source in enumerate(used) if of_source)
-            self._broadcast(targets, states, holder, _dtypes(expected))
+            if self.layout.rank == holder:
+                targets.copy_whole(states[0])
+            self._broadcast(targets.distinct, holder, _dtypes(expected))
         else:
             self._gather(targets, states, Asked(used, asked.kinds), expected)
         targets.load(values)
@@ -217,20 +219,17 @@ class Restorer:
         found: Common = common[0]
         return found
 
-    def _broadcast(self, targets: Targets, states: Sequence[RankState], holder: int, dtypes: Dtypes) -> None:
-        """Copy a whole state to all ranks, from the first source that has it."""
+    def _broadcast(self, wanted: Mapping[str, Piece], holder: int, dtypes: Dtypes) -> None:
+        """Copy whole tensors to all ranks, from a source that has them. If it is a rank, its own pieces are filled already."""
         layout, source = self.layout, holder
         if holder >= layout.world_size:
             source = 0
             if layout.rank == source:
-                wanted = {name: piece.box for name, piece in targets.distinct.items()}
-                needed = [(holder, part) for part in wanted.items()]
-                self._fetch(moves_to(source, needed, dtypes), targets.pieces, dtypes)
-        elif layout.rank == source:
-            targets.copy_whole(states[0])
-        for bucket in _buckets(targets.pieces):
+                needed = [(holder, (name, piece.box)) for name, piece in wanted.items()]
+                self._fetch(moves_to(source, needed, dtypes), wanted, dtypes)
+        for bucket in _buckets(wanted):
             self.enter(STARTING, 0.0)
-            pieces = [targets.pieces[name].tensor for name in bucket]
+            pieces = [wanted[name].tensor for name in bucket]
             flat = torch.cat([piece.reshape(-1) for piece in pieces]) if layout.rank == source else _flat_like(pieces)
             group = layout.control if flat.device.type == "cpu" else layout.everyone
             dist.broadcast(flat.view(torch.uint8), group=group, group_src=source)
@@ -245,6 +244,9 @@ class Restorer:
             for name, target in pieces.items():
                 if held := state.pieces.get(name):
                     copy_overlap(held.box, held.tensor, target)
+        for holder, names in sorted(lacking_whole(layout.world_size, pieces, used, expected).items()):
+            self._broadcast({name: pieces[name] for name in names}, holder, dtypes)
+            pieces = {name: piece for name, piece in pieces.items() if name not in names}
         own = needs_of(layout.rank, pieces, used, expected)
         of_ranks: list[Any] = [None] * layout.world_size
         dist.all_gather_object(of_ranks, own, group=layout.control)
@@ -285,6 +287,31 @@ def needs_of(rank: int, pieces: Mapping[str, Piece], used: Asked, expected: Tabl
         mask = mask_of(set(names), known)
         needs += [Need(source, box, mask) for source, box in lacking(rank, wanted, sources)]
     return needs
+
+
+def lacking_whole(
+    world_size: int, pieces: Mapping[str, Piece], used: Asked, expected: Table
+) -> dict[int, dict[str, None]]:
+    """Return the tensors that each rank has as a whole and that several ranks lack, by the first source that has them.
+
+    Args:
+        world_size: Number of ranks.
+        pieces: Pieces that a rank restores. All ranks get the same result.
+        used: Answers from which the state is restored, by source.
+        expected: All tensors of the state.
+    """
+    holders: dict[tuple[str, tuple[int, ...]], int | None] = {}
+    found: dict[int, dict[str, None]] = {}
+    for name, piece in pieces.items():
+        if not (piece.is_replicated and piece.is_whole):
+            continue
+        kind = used.kinds.first_of.get(name, ""), expected[name].shape
+        if kind not in holders:
+            has = [piece.box in boxes_of(answers, *kind) for answers in used.answers]
+            holders[kind] = has.index(True) if has[:world_size].count(False) > 1 and True in has else None
+        if (holder := holders[kind]) is not None:
+            found.setdefault(holder, {})[name] = None
+    return found
 
 
 def _dtypes(expected: Table) -> dict[str, torch.dtype]:

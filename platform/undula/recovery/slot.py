@@ -60,10 +60,10 @@ class Slot:
         self._meta = meta
         return time.thread_time() - began
 
-    def give(self, send: Send) -> None:
-        """Pass the snapshot in this slot to `send`, if there is one."""
+    def give(self, send: Send, meta: bytes, num_bytes: int) -> None:
+        """Pass the first bytes of the snapshot in this slot to `send` with the meta that describes these, if there is a snapshot."""
         if self._meta is not None and self._map is not None:
-            send(self._meta, memoryview(self._map))
+            send(meta, memoryview(self._map)[:num_bytes])
 
     def _mapped_file(self) -> mmap.mmap:
         """Map the file of this slot. A file of another size is not changed but replaced, because other slots may have mapped it."""

@@ -28,10 +28,10 @@ from torch import Tensor
 
 from undula.state.boxes import Box
 from undula.state.defaults import MEMORY
-from undula.state.pieces import Holding, Piece, RankState, TensorSpec, dense_strides, dtype_named
+from undula.state.pieces import Holding, Piece, RankState, Table, TensorSpec, dense_strides, dtype_named
 from undula.state.records import StepRow
 
-FORMAT = 4
+FORMAT = 5
 Age = tuple[int, int]
 """(attempt, steps) of a state. The state of a later attempt is newer, even if an earlier attempt had committed more steps."""
 NEVER: Age = (-1, -1)
@@ -132,8 +132,15 @@ class Snapshot:
             shape, sizes = tuple(place["shape"]), tuple(place["sizes"])
             expected[name] = TensorSpec(place["dtype"], shape, tuple(place["strides"]) if sizes == shape else None)
             boxes[name] = tuple(place["offsets"]), sizes
-        is_whole = all(sizes == expected[name].shape for name, (_, sizes) in boxes.items())
-        return None if is_whole else Holding(expected, boxes)
+        is_whole = not self._others and all(sizes == expected[name].shape for name, (_, sizes) in boxes.items())
+        return None if is_whole else Holding(expected | self._others, boxes)
+
+    @property
+    def _others(self) -> dict[str, TensorSpec]:
+        return {
+            name: TensorSpec(dtype, tuple(shape), None if strides is None else tuple(strides))
+            for name, (dtype, shape, strides) in self.meta["others"].items()
+        }
 
     @property
     def shards(self) -> set[str]:
@@ -155,7 +162,7 @@ class Snapshot:
             name: Piece(_view(buffer, place), tuple(place["shape"]), tuple(place["offsets"]), place["replicated"])
             for name, place in self.meta["tensors"].items()
         }
-        return RankState(pieces, self.values)
+        return RankState(pieces, self.values, self._others)
 
 
 def folder_of(run_url: str, run_id: str) -> Path:
@@ -228,15 +235,22 @@ def packed(plan_digest: str, age: Age, held: RankState, rows: Sequence[StepRow])
     data = bytearray(arrangement.bytes)
     for view, piece in zip(arrangement.views(data), held.pieces.values(), strict=True):
         view.copy_(piece.tensor)
-    return encoded(fixed_meta(plan_digest, arrangement), age, rows, held.values), data
+    return encoded(fixed_meta(plan_digest, arrangement, held.others), age, rows, held.values), data
 
 
-def fixed_meta(plan_digest: str, arrangement: Arrangement) -> bytes:
-    """Return the part of the meta that stays the same while the tensors of a state lie in the same way, as JSON."""
+def fixed_meta(plan_digest: str, arrangement: Arrangement, others: Table | None = None) -> bytes:
+    """Return the part of the meta that stays the same while the tensors of a state lie in the same way, as JSON.
+
+    Args:
+        plan_digest: Digest of the run's plan.
+        arrangement: Places of the tensors.
+        others: Tensors of the state that the snapshot lacks, because other ranks have all of them.
+    """
     fixed = {
         "format": FORMAT,
         "plan_digest": plan_digest,
         "tensors": arrangement.places,
+        "others": {name: (spec.dtype, spec.shape, spec.strides) for name, spec in (others or {}).items()},
     }
     return json.dumps(fixed).encode()
 

@@ -17,8 +17,8 @@ from undula.recovery.snapshot import META, PLACE, SLOTS, UPDATE_SLOTS, Arrangeme
 from undula.state.pieces import RankState
 from undula.state.records import StepRow
 
-Form: TypeAlias = Mapping[str, tuple[Any, ...]]
-"""Places and memory layouts of a rank's pieces, by name."""
+Form: TypeAlias = Mapping[str, object]
+"""Places and memory layouts of a rank's pieces, and the tensors that it has nothing of, by name."""
 COST = 0.01
 """Maximum share of the training time that snapshots take."""
 SETTLED = 8
@@ -113,17 +113,19 @@ class SnapshotWriter:
         send: Send | None = None,
         waited_s: float = 0.0,
         attempt: int | None = None,
+        sent: RankState | None = None,
     ) -> None:
         """Start copying the state. Call `wait()` before the tensors change.
 
         Args:
             step: Number of steps that the state includes.
-            held: State of this rank.
+            held: What this rank stores of the state.
             copies: Copies of the tensors that change before the next `wait()`, by name.
             rows: Rows of the ledger that may not have reached storage.
             send: Callback for the thread that receives the meta and the bytes of the snapshot. It must copy the bytes before it returns.
             waited_s: Seconds for which the training has waited for these arguments.
             attempt: Number of the attempt that has committed the last of the steps; by default this one.
+            sent: What `send` gets, which are the first pieces of `held`; by default all of them.
         """
         self.wait()
         began = time.perf_counter() - waited_s
@@ -138,7 +140,9 @@ class SnapshotWriter:
         sources = list({**{name: piece.tensor for name, piece in held.pieces.items()}, **copies}.values())
         self._taking = self._thread.submit(slot.write, sources, ready_event(sources), meta)
         if send:
-            self._thread.submit(slot.give, send)
+            part = Arrangement((sent or held).pieces)
+            fixed = fixed_meta(self._plan_digest, part, (sent or held).others)
+            self._thread.submit(slot.give, send, encoded(fixed, age, rows, held.values), part.bytes)
         self._held_up_s += time.perf_counter() - began
 
     def wait(self) -> None:
@@ -200,7 +204,7 @@ class SnapshotWriter:
         if self._form == former:
             return True
         arrangement = Arrangement(held.pieces)
-        self._fixed_meta = fixed_meta(self._plan_digest, arrangement)
+        self._fixed_meta = fixed_meta(self._plan_digest, arrangement, held.others)
         if self._slots and arrangement.places == self._places:
             return (
                 True  # the slots fit the new state too, as with an optimizer that counts steps in its parameter groups
@@ -217,10 +221,11 @@ class SnapshotWriter:
 
 
 def _form(held: RankState) -> Form:
-    return {
+    places = {
         name: (piece.shape, piece.offsets, piece.is_replicated, *_layout(piece.tensor))
         for name, piece in held.pieces.items()
     }
+    return {**held.others, **places}
 
 
 def _layout(tensor: Tensor) -> tuple[Any, ...]:

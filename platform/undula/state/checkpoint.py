@@ -42,7 +42,7 @@ from undula.state.commit import (
 )
 from undula.state.extents import Extent, Names
 from undula.state.goals import GoalSpec
-from undula.state.pieces import Holding, Piece, RankState, TensorSpec, spec_of
+from undula.state.pieces import Holding, Piece, RankState, Table
 from undula.state.retention import superseded
 from undula.state.room import size
 from undula.storage import Store
@@ -118,9 +118,10 @@ class Checkpointer:
         began = time.monotonic()
         tied = tied_names(state.pieces)
         pieces = {name: piece for name, piece in state.pieces.items() if name not in tied}
-        own, names = self._own_share(pieces)
+        expected = {name: spec for name, spec in state.expected.items() if name not in tied}
+        own, names = self._own_share(expected, pieces)
         share = {name: _copied(pieces[name].tensor) for name in own}
-        extent, _ = Extent.of(Holding(_specs(pieces), {name: pieces[name].box for name in own}))
+        extent, _ = Extent.of(Holding(expected, {name: pieces[name].box for name in own}))
         # The thread needs its own process group, because its collectives run in parallel with those of training. The group exists
         # only during the save, because gloo's threads poll a hundred times a second.
         self._saving_group = dist.new_group(backend="gloo", timeout=self._timeout, group_desc=SAVING)
@@ -137,9 +138,9 @@ class Checkpointer:
         self._saving = thread.submit(write)
         thread.shutdown(wait=False)
 
-    def _own_share(self, pieces: Mapping[str, Piece]) -> tuple[list[str], Names]:
-        """Return the names of those pieces that this rank writes, and the names of all ranks' pieces."""
-        own, names = Extent.of(Holding(_specs(pieces), {name: piece.box for name, piece in pieces.items()}))
+    def _own_share(self, expected: Table, pieces: Mapping[str, Piece]) -> tuple[list[str], Names]:
+        """Return the names of those pieces that this rank writes, and the names of all ranks' tensors."""
+        own, names = Extent.of(Holding(expected, {name: piece.box for name, piece in pieces.items()}))
         extents: list[Any] = [None] * dist.get_world_size(self._group)
         dist.all_gather_object(extents, own, group=self._group)
         known: list[Any] = [names]
@@ -344,10 +345,6 @@ class Checkpointer:
 
 def _folder(step: int, attempt: int) -> str:
     return f"{CHECKPOINTS}/step-{step:08d}-a{attempt}"
-
-
-def _specs(pieces: Mapping[str, Piece]) -> dict[str, TensorSpec]:
-    return {name: spec_of(piece) for name, piece in pieces.items()}
 
 
 def _copied(tensor: Tensor) -> Tensor:

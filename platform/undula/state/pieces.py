@@ -2,7 +2,7 @@
 
 import sys
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any, TypeAlias
 
@@ -66,21 +66,41 @@ class Holding:
 
 
 @dataclass(frozen=True)
+class Rows:
+    """Tensors of which each belongs to one virtual worker, and is in the state of the rank that has it."""
+
+    of: Mapping[int, Tensor]
+    """Tensors of this rank's virtual workers, by number. All have the same dtype and shape."""
+    count: int
+    """Number of virtual workers of all ranks."""
+
+
+@dataclass(frozen=True)
 class RankState:
     """Pieces of a state that a rank holds, and the values of the state that are not tensors, by name."""
 
     pieces: Mapping[str, Piece]
     values: Mapping[str, Any]
+    others: Table = field(default_factory=dict)
+    """Tensors of the state of which other ranks have all."""
 
     @property
     def expected(self) -> Table:
         """All tensors of the state."""
-        return {name: spec_of(piece) for name, piece in self.pieces.items()}
+        return {**self.others, **{name: spec_of(piece) for name, piece in self.pieces.items()}}
 
     @property
     def is_whole(self) -> bool:
         """Whether this rank holds the whole state."""
-        return all(piece.is_whole for piece in self.pieces.values())
+        return not self.others and all(piece.is_whole for piece in self.pieces.values())
+
+    @property
+    def own(self) -> "RankState":
+        """The part of the state that no other rank holds."""
+        shards = self.shards
+        common = {name: spec_of(piece) for name, piece in self.pieces.items() if name not in shards}
+        own = {name: piece for name, piece in self.pieces.items() if name in shards}
+        return RankState(own, self.values, {**self.others, **common})
 
     @property
     def holding(self) -> Holding | None:
@@ -204,13 +224,21 @@ def dense_strides(tensor: Tensor) -> Shape:
 
 
 def rank_state(state: Mapping[str, Any]) -> RankState:
-    """Return the state of this rank that a flat mapping of tensors, pieces and values describes."""
-    pieces = {
-        name: value if isinstance(value, Piece) else piece_of(value)
-        for name, value in state.items()
-        if isinstance(value, Tensor | Piece)
-    }
-    return RankState(pieces, {name: value for name, value in state.items() if name not in pieces})
+    """Return the state of this rank that a flat mapping of tensors, pieces, rows and values describes."""
+    pieces: dict[str, Piece] = {}
+    values: dict[str, Any] = {}
+    others: dict[str, TensorSpec] = {}
+    for name, value in state.items():
+        if isinstance(value, Tensor | Piece):
+            pieces[name] = value if isinstance(value, Piece) else piece_of(value)
+        elif isinstance(value, Rows):
+            rows = {number: replace(piece_of(row), is_replicated=False) for number, row in value.of.items()}
+            spec = spec_of(next(iter(rows.values())))
+            pieces |= {f"{name}.{number}": row for number, row in rows.items()}
+            others |= {f"{name}.{number}": spec for number in range(value.count) if number not in rows}
+        else:
+            values[name] = value
+    return RankState(pieces, values, others)
 
 
 def _host_copy(tensor: Tensor, copied: Callable[[], None]) -> Tensor:

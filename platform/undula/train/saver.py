@@ -251,7 +251,9 @@ class StateSaver:
             for stored in find_snapshots(folder_of(job.run_url, job.run_id), self._setup.plan_digest):
                 if stored.age == held.age and is_settled(stored.meta["values"]):
                     snapshot = stored.load()
-                    if snapshot.holding == held.state.holding:  # other ranks with other shards may be on this node
+                    if (
+                        snapshot.holding == self.snapshots.stored(held.state).holding
+                    ):  # not of another rank on this node
                         copies["a snapshot"] = snapshot
         return copies
 

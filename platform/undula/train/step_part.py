@@ -39,8 +39,8 @@ class Update:
 class StepPart:
     """Something that takes part in each step. A run calls these methods; a part overrides those that it needs.
 
-    All ranks call the methods, each with its own micro-batches. The state must be a function of what is equal on all ranks, or of the
-    weights, whose shards a part treats as the optimizer does.
+    All ranks call the methods, each with its own micro-batches. The state must be a function of what is equal on all ranks, of the
+    weights, whose shards a part treats as the optimizer does, or, in `Rows`, of the micro-batches of one virtual worker.
     """
 
     def restore(self, values: Mapping[str, Any]) -> None:
@@ -61,7 +61,12 @@ class StepPart:
         """Begin the backward pass of the micro-batch."""
 
     def end_micro_batch(self, samples: int, virtual_worker: int) -> None:
-        """End the micro-batch after its backward pass. It has no samples if this rank has no share of a short step."""
+        """End the micro-batch after its backward pass.
+
+        Args:
+            samples: Number of its samples. There are none if it is run for its collectives only, as other ranks have more.
+            virtual_worker: The virtual worker, which is one of this rank if there are samples.
+        """
 
     def end_step(self, samples: int) -> None:
         """End the micro-batches of a step of so many samples, after its gradient was reduced."""
@@ -75,16 +80,21 @@ class StepPart:
         return {}
 
     def state(self) -> Mapping[str, Any]:
-        """Return the state: pieces (`undula.state.pieces.piece_of`) of tensors that change in place, and JSON values, by name."""
+        """Return the state, by name: tensors that change in place, as `undula.state.pieces.piece_of` or `Rows` gives them, and JSON values.
+
+        A tensor may change only in `updated`.
+        """
         return {}
 
 
-MakePart: TypeAlias = Callable[[Any, nn.Module, torch.optim.Optimizer, Layout], StepPart | None]
-"""Function that makes a part of the steps of a job from the `config` of its script, its model, its optimizer and the layout of its workers;
-it returns None for a job without that part."""
+MakePart: TypeAlias = Callable[[Any, nn.Module, torch.optim.Optimizer, Layout, int], StepPart | None]
+"""Function that makes a part of the steps of a job from the `config` of its script, its model, its optimizer, the layout of its workers and
+the number of virtual workers; it returns None for a job without that part."""
 
 
-def added_parts(job: Job, module: nn.Module, optimizer: torch.optim.Optimizer, layout: Layout) -> dict[str, StepPart]:
+def added_parts(
+    job: Job, module: nn.Module, optimizer: torch.optim.Optimizer, layout: Layout, virtual_workers: int
+) -> dict[str, StepPart]:
     """Return the parts that other packages add to the steps of a job, by name.
 
     Raises:
@@ -93,7 +103,7 @@ def added_parts(job: Job, module: nn.Module, optimizer: torch.optim.Optimizer, l
     parts: dict[str, StepPart] = {}
     for name in extensions.names(GROUP, {}):
         make: MakePart = extensions.load(GROUP, {}, name)
-        part = make(unpickled(job.config), module, optimizer, layout)
+        part = make(unpickled(job.config), module, optimizer, layout, virtual_workers)
         if part is None:
             continue
         if not isinstance(part, StepPart):

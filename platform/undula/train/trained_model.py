@@ -49,7 +49,7 @@ class TrainedModel:
         self.loss_scale = LossScale(job.precision)
         buffers = BufferMean(engine.module, layout, plan.spec.virtual_workers)
         own: list[StepPart] = [buffers, FrozenParameters(engine.module), self._noise, self.loss_scale]
-        added = added_parts(job, engine.module, engine.optimizer, layout)
+        added = added_parts(job, engine.module, engine.optimizer, layout, plan.spec.virtual_workers)
         self._parts, self.added = (*own, *added.values()), tuple(added)
         self._rate, _ = rate_for(job.schedule, plan, layout.num_cells, 0, {})
 

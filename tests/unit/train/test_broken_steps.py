@@ -25,6 +25,8 @@ NOT_CHANGED = "not changed"
 """Script that changes no weights there, and whose ranks do not meet between two steps."""
 AVERAGED = "averaged"
 """Script whose steps have a part with state of its own, an average of the shards."""
+SUMMED = ["summed", "summed, sharded"]
+"""Scripts whose steps have a part with state of each virtual worker."""
 COMMITS_NOWHERE: list[Place] = ["before the reduction", "between reduction and commit", "inside the commit"]
 COMMITS: list[Place] = ["after its commit", "in the optimizer's step", "after the optimizer's step"]
 
@@ -36,7 +38,7 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, li
     numbers = {}
     with Workers(folder) as workers:
         worker = workers.start()
-        for place, name in enumerate((*STAGE_3, *CHANGED, NOT_CHANGED, AVERAGED)):
+        for place, name in enumerate((*STAGE_3, *CHANGED, NOT_CHANGED, AVERAGED, *SUMMED)):
             whole = replace(SCRIPTS[name].job(folder / str(place)), sharding=ShardingSpec())
             (end,) = workers.train([worker], name, whole)
             assert end is not None
@@ -59,6 +61,11 @@ def sums_of(job: Job) -> dict[str, list[Any]]:
     """Return what a script has logged after the last step, if it has."""
     logs = events_of(read_ledger(Store(job.run_url)).events, LogEvent)
     return {"sum": [log.values["sum"] for log in logs]} if logs else {}
+
+
+def once(numbers: dict[str, list[Any]]) -> dict[str, list[Any]]:
+    """Return the numbers of each step without those of its validation, which is done again with a step that is repeated."""
+    return {name: values for name, values in numbers.items() if not name.startswith(("validation.", "logged.before"))}
 
 
 def without(numbers: dict[str, list[Any]], key: str) -> dict[str, list[Any]]:
@@ -132,11 +139,22 @@ def test_the_state_of_a_part_is_of_one_moment_with_the_weights(
     ends = workers.train(members, AVERAGED, job, fault=Fault(place, rank=1, step=6), every=every)
     assert [end and end.how for end in ends] == ["broken", None, "broken"]
     workers.train([members[0], members[2]], AVERAGED, job, every=every)
-    repeated = {"logged.before", "validation.step", "validation.loss"}  # a validation is done again with its step
-    numbers = {**numbers_of(job), **sums_of(job)}
-    assert {key: numbers[key] for key in expected[AVERAGED].keys() - repeated} == {
-        key: values for key, values in expected[AVERAGED].items() if key not in repeated
-    }
+    assert once({**numbers_of(job), **sums_of(job)}) == once(expected[AVERAGED])
+
+
+@pytest.mark.parametrize("name", SUMMED)
+@pytest.mark.parametrize(
+    "place", [*at_night([*COMMITS_NOWHERE[:2], *COMMITS[1:]]), "inside the commit", "after its commit"]
+)
+def test_what_belongs_to_the_virtual_workers_of_a_killed_rank_is_of_one_moment_with_the_weights(
+    name: str, place: Place, workers: Workers, tmp_path: Path, expected: dict[str, Any]
+) -> None:
+    job = SCRIPTS[name].job(tmp_path / "job")
+    members = [workers.start() for _ in range(3)]
+    ends = workers.train(members, name, job, fault=Fault(place, rank=1, step=6), every=4)
+    assert [end and end.how for end in ends] == ["broken", None, "broken"]
+    workers.train([members[0], members[2]], name, job, every=4)
+    assert once(numbers_of(job)) == once(expected[name])
 
 
 @pytest.mark.parametrize("stage", [0, 3])

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from average_part import Average, averaging
+from example_parts import Average, adding
 from features import FEATURES, Group, train_in_groups
 from ranks import on_ranks
 
@@ -20,7 +20,7 @@ PLACES = ("the checkpoint", "the memory of a node", "the memory of a worker")
 
 def averages(rank: int, world_size: int, job: Job, row: str, groups: tuple[Group, ...]) -> tuple[int, list[Any]]:
     """Train a row, and return the number of steps that the average has at the end, and the average itself."""
-    with averaging() as made:
+    with adding("average", Average) as made:
         train_in_groups(rank, world_size, {row: job}, groups)
     return made[-1].num_steps, [each.tolist() for each in made[-1].whole()]
 
@@ -49,7 +49,7 @@ def without_average(rank: int, world_size: int, job: Job, has_average: tuple[boo
     groups = (Group(3, "the checkpoint"),), (Group(),)
     try:
         for number, group in enumerate(groups if resumes else groups[1:]):
-            with averaging() if has_average[number if resumes else rank] else nullcontext():
+            with adding("average", Average) if has_average[number if resumes else rank] else nullcontext():
                 train_in_groups(rank, world_size, {"plain": job}, group)
     except (UsageError, CheckpointError) as error:
         return str(error)
@@ -78,7 +78,7 @@ def test_only_step_parts_with_names_of_their_own_are_taken(monkeypatch: pytest.M
     makes = {"wrong": 3, "average": Average(module), "absent": None, "right": StepPart()}
     monkeypatch.setattr(step_part.extensions, "names", lambda *_: [*makes])
     monkeypatch.setattr(step_part.extensions, "load", lambda _group, _own, name: lambda *_: makes[name])
-    given: Any = (job, module, None, None)
+    given: Any = (job, module, None, None, 4)
     with pytest.raises(
         UsageError, match=r"'wrong' of undula\.parts made an object of type int; return a StepPart or None"
     ):
