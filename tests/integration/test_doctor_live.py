@@ -255,6 +255,7 @@ def odd_node(two_nodes: Nodes, tmp_path: Path) -> Iterator[str]:
         process.wait()
 
 
+@pytest.mark.nightly
 @pytest.mark.skipif(os.geteuid() != 0, reason="mounts a file system of its own")
 def test_a_node_that_differs_from_the_others_is_named(two_nodes: Nodes, odd_node: str, tmp_path: Path) -> None:
     examined = examine(two_nodes.cluster, tmp_path / "runs")

@@ -63,10 +63,10 @@ def outside(tmp_path_factory: pytest.TempPathFactory) -> Outside:
 
 
 def test_an_engine_of_another_package_has_the_bits_of_the_librarys_own(outside: Outside) -> None:
-    """Two workers have two and one virtual workers, so that they send different numbers of roots."""
+    """Two workers have two and one virtual workers, so that they send different numbers of roots. The library has one worker."""
     assert outside.num_lines <= 150
-    for name, engine in (("theirs", "gathering"), ("ours", "torch")):
-        done = outside.undula("run", "job.yaml", f"name={name}", f"engine={engine}")
+    for name, engine, *options in (("theirs", "gathering"), ("ours", "torch", "--in-process")):
+        done = outside.undula("run", "job.yaml", f"name={name}", f"engine={engine}", *options)
         assert done.returncode == 0, done.stdout + done.stderr
     same = outside.undula("verify", "runs/theirs", "--against", "runs/ours")
     assert same.returncode == 0, same.stdout

@@ -5,6 +5,8 @@ import os
 import subprocess
 from pathlib import Path
 
+import pytest
+
 from undula.cluster.local import LocalCluster
 
 SCRIPT = """
@@ -42,6 +44,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.nightly
 def test_a_plain_script_resumes_from_its_last_reported_checkpoint(cluster: LocalCluster, tmp_path: Path) -> None:
     script = tmp_path / "plain.py"
     script.write_text(SCRIPT)

@@ -8,9 +8,11 @@ import subprocess
 import sys
 from contextlib import suppress
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
 import yaml
+from forked import run_script
 from jobs_kit import LANGUAGE_MODEL
 
 from undula.plan.host_memory import UPDATES
@@ -18,20 +20,25 @@ from undula.plan.rates import MeasuredRates
 from undula.plan.scaling import Link
 from undula.plan.work import DeviceRates
 
+COMMANDS = Path(__file__).parents[2] / "platform" / "undula" / "cli" / "__main__.py"
 JOB = LANGUAGE_MODEL.with_suffix(".yaml")
 
 
 def plan(text: str, *arguments: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
     data = (f"data.train={text}/train", f"data.validation={text}/validation")
-    command = [sys.executable, "-m", "undula.cli", "plan", str(JOB), *data, *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=600, cwd=cwd)
+    command = ("plan", str(JOB), *data, *arguments)
+    if cwd is not None:
+        command = (sys.executable, "-m", "undula.cli", *command)
+        return subprocess.run(command, capture_output=True, text=True, timeout=600, cwd=cwd)
+    with TemporaryDirectory() as folder:
+        return run_script(Path(folder), COMMANDS, command, {})
 
 
 def plan_size(*arguments: str) -> subprocess.CompletedProcess[str]:
     """Plan a small model by its size."""
     small = ("--parameters", "1e6", "--vocabulary", "256", "--context", "64", "--layers", "2")
-    command = [sys.executable, "-m", "undula.cli", "plan", *small, "--workers", "1,2", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=600)
+    with TemporaryDirectory() as folder:
+        return run_script(Path(folder), COMMANDS, ("plan", *small, "--workers", "1,2", *arguments), {})
 
 
 def test_a_model_is_planned_by_its_size_alone() -> None:
@@ -212,8 +219,8 @@ def test_bad_input_is_one_sentence(text: str, arguments: tuple[str, ...], senten
         (("--parameters", "1e9", "plan.foo=1"), "unknown key plan.foo"),
     ],
 )
-def test_a_job_or_a_size_is_given_and_not_both(arguments: tuple[str, ...], sentence: str) -> None:
-    done = subprocess.run([sys.executable, "-m", "undula.cli", "plan", *arguments], capture_output=True, text=True)
+def test_a_job_or_a_size_is_given_and_not_both(arguments: tuple[str, ...], sentence: str, tmp_path: Path) -> None:
+    done = run_script(tmp_path, COMMANDS, ("plan", *arguments), {})
     assert done.returncode == 2
     assert sentence in done.stderr
     assert len(done.stderr.strip().splitlines()) == 1

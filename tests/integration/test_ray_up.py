@@ -34,6 +34,7 @@ WORKERS = [name for name in TYPES if name != CLUSTER["head_node_type"]]
 INSTALLED = "spot-g6-xlarge"
 """Worker type of which one node is also set up."""
 LIMIT_S = 300.0
+pytestmark = pytest.mark.nightly
 STAND_IN = """#!{python}
 import fnmatch, json, pathlib, shutil, sys
 hosts = pathlib.Path({hosts!r})
@@ -170,7 +171,6 @@ def launch_and_set_up(head_ip: str) -> str:
     return str(provider.internal_ip(of_type[INSTALLED]))
 
 
-@pytest.mark.nightly
 def test_the_head_is_on_demand_with_its_own_profile_and_an_encrypted_disk(story: Story) -> None:
     sent = story.launches["head"]
     assert story.head["InstanceType"] == sent["InstanceType"] == "r6i.large"

@@ -128,6 +128,7 @@ def test_every_part_is_tried_and_the_run_itself_stays_as_it_was(tiny: Tiny) -> N
     assert run.read_text() == "{}"
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("override", "reason"),
     [
@@ -148,7 +149,12 @@ def test_a_change_of_workers_that_cannot_be_tried_is_named(tiny: Tiny, override:
     ("fails", "status", "sentence"),
     [
         ("validate", 1, r"validate: ValueError: no labels at tiny\.py:27; correct the validation of the script"),
-        ("memory", 1, r"step: .*perhaps by the system because memory ran out; lower plan\.micro_batch, .* more memory"),
+        pytest.param(
+            "memory",
+            1,
+            r"step: .*perhaps by the system because memory ran out; lower plan\.micro_batch, .* more memory",
+            marks=pytest.mark.nightly,
+        ),
         (
             "average",
             1,
@@ -195,6 +201,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", "--lazy", str(folder)], check=True)
 
 
+@pytest.mark.nightly
 @pytest.mark.skipif(os.geteuid() != 0, reason="mounts a file system of its own")
 def test_a_full_disk_is_found(session_jobs: Jobs, small_disk: Path) -> None:
     done = session_jobs.run("full", "--smoke", f"runs={small_disk}", "workers.max=1")

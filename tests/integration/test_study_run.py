@@ -33,6 +33,7 @@ def whole(cluster: LocalCluster, text: str, tmp_path_factory: pytest.TempPathFac
     return studies
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "signals",
     [

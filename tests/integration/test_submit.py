@@ -157,6 +157,7 @@ def test_ctrl_c_leaves_no_process_behind(mark: str, text: str, tmp_path: Path) -
     await_nothing_left(mark)
 
 
+@pytest.mark.nightly
 def test_undula_run_uses_a_running_cluster_and_does_not_stop_it(
     mark: str, text: str, tmp_path: Path, session_jobs: Jobs
 ) -> None:
