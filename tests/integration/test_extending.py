@@ -1,4 +1,4 @@
-"""Tests of the package in docs/extending.md, which adds a command, a check, a part of a step and an engine from outside of the library."""
+"""Tests of the package in docs/extending.md, which adds to the library from outside."""
 
 import re
 import subprocess
@@ -10,6 +10,7 @@ import pytest
 from outside import installed_files
 
 from undula.state.commit import find_commits
+from undula.state.ledger import read_ledger
 from undula.storage import open_store
 
 PAGE = Path(__file__).parents[2] / "docs" / "extending.md"
@@ -45,7 +46,7 @@ class Outside:
         text = PAGE.read_text()
         files = dict(re.findall(r"```python\n# (\S+)\n(.*?)```", text, re.DOTALL))
         project = tomllib.loads(re.findall(r"```toml\n(.*?)```", text, re.DOTALL)[0])["project"]
-        self.folder, self.num_lines = folder, sum(source.count("\n") for source in files.values())
+        self.folder, self.num_lines = folder, {Path(path).stem: text.count("\n") for path, text in files.items()}
         self.env = installed_files(folder / "site", "my_package", files, project["entry-points"])
         (folder / "job.py").write_text(SCRIPT)
         (folder / "job.yaml").write_text(JOB + f"runs: {folder}/runs\n")
@@ -64,7 +65,7 @@ def outside(tmp_path_factory: pytest.TempPathFactory) -> Outside:
 
 def test_an_engine_of_another_package_has_the_bits_of_the_librarys_own(outside: Outside) -> None:
     """Two workers have two and one virtual workers, so that they send different numbers of roots. The library has one worker."""
-    assert outside.num_lines <= 150
+    assert sum(outside.num_lines[name] for name in ("engine", "log_file", "clusters", "commands", "checks")) <= 150
     for name, engine, *options in (("theirs", "gathering"), ("ours", "torch", "--in-process")):
         done = outside.undula("run", "job.yaml", f"name={name}", f"engine={engine}", *options)
         assert done.returncode == 0, done.stdout + done.stderr
@@ -88,6 +89,22 @@ def test_a_source_of_notices_of_another_package_is_found_by_its_name(outside: Ou
     wrong = outside.undula("spot", "watch", "--source", "moon")
     assert wrong.returncode == 2
     assert "set it to one of aws, gcp, azure, maintenance or file:PATH" in wrong.stderr
+
+
+def test_a_launcher_and_a_tracker_of_another_package_run_and_show_a_job(outside: Outside) -> None:
+    shown = outside.folder / "losses"
+    settings = ("plan.max_steps=3", "workers.min=1", "workers.max=1", f"trackers.log_file.path={shown}")
+    done = outside.undula("run", "job.yaml", "name=launched", *settings, "--launcher", "small")
+    assert done.returncode == 0, done.stdout + done.stderr
+    steps = [line.split() for line in shown.read_text().splitlines()]
+    assert [int(step) for step, _ in steps] == [1, 2, 3]
+    losses = read_ledger(open_store(f"{outside.folder}/runs/launched")).steps["loss"].to_pylist()
+    assert [float(loss) for _, loss in steps] == losses
+    wrong = outside.undula("run", "job.yaml", "--launcher", "big")
+    assert wrong.returncode == 2
+    assert "--launcher is 'big', and the installed launchers are: small; correct the name, or install" in wrong.stderr
+    both = outside.undula("run", "job.yaml", "--launcher", "small", "--detach")
+    assert "--launcher cannot be combined with --detach; remove one of them" in both.stderr
 
 
 def test_an_engine_that_no_package_has_is_refused_with_those_that_exist(outside: Outside) -> None:

@@ -27,6 +27,7 @@ from undula.cli.options import (
 @address_option
 @environment_options
 @mode_options
+@click.option("--launcher", metavar="NAME", help="Start a cluster for the job with this launcher of another package.")
 @click.option("--fresh", is_flag=True, help="Delete the run of this name and start over.")
 @click.option(
     "--in-process",
@@ -57,6 +58,7 @@ def run(
     runtime_env: Path | None,
     detach: bool,
     keep_alive: bool,
+    launcher: str | None,
     fresh: bool,
     in_process: bool,
     smoke: bool,
@@ -81,12 +83,12 @@ def run(
     from undula.driver.launchers import end_all_but_first
     from undula.driver.print_job import printed_by_script
     from undula.driver.project import refuse_without_entry
-    from undula.driver.submission import run_in_this_process, run_submission, submission_of_job
+    from undula.driver.submission import cluster_of, run_in_this_process, run_submission, submission_of_job
     from undula.errors import SpecError
     from undula.masking.values import with_declared
     from undula.telemetry.live import LiveScreen
 
-    if (launch := end_all_but_first()) and not (in_process or address):
+    if (launch := end_all_but_first()) and not (in_process or address or launcher):
         launch.require_cluster()
     overrides = with_runs(overrides, runs)
     ray_env = runtime_env_of(runtime_env)
@@ -100,6 +102,9 @@ def run(
     others = {"--in-process": in_process, "--fresh": fresh, f"--{mode}": mode != "follow"}
     if smoke and (other := next((name for name, is_given in others.items() if is_given), None)):
         raise SpecError(f"command line: --smoke cannot be combined with {other}; remove one of them")
+    others |= {"--address": address is not None, "--fresh": False}
+    if launcher and (other := next((name for name, is_given in others.items() if is_given), None)):
+        raise SpecError(f"command line: --launcher cannot be combined with {other}; remove one of them")
     environment = with_declared(environment, loaded.variables)
     refuse_without_entry(script_of(job, script))
     submission = submission_of_job(job, loaded, overrides, script, fresh, project).with_environment(
@@ -107,6 +112,9 @@ def run(
     )
     if smoke:
         submission = submission.as_smoke_test()
+    if launcher:
+        with cluster_of(launcher, loaded) as address:
+            return run_submission(submission, address, LiveScreen(sys.stdout), mode)
     if not in_process:
         return run_submission(submission, address, LiveScreen(sys.stdout), mode)
     if address or mode != "follow":

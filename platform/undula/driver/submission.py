@@ -11,13 +11,15 @@ import re
 import signal
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
+from undula import extensions
 from undula.cluster.local import cluster_at_hand, job_api_answers
 from undula.cluster.room import refuse_what_never_fits
 from undula.config.environment import having, without_secrets
@@ -42,6 +44,9 @@ if TYPE_CHECKING:
 
 Mode: TypeAlias = Literal["follow", "detach", "keep-alive"]
 """What happens after the submission: the job is followed, left alone, or followed and submitted again whenever the cluster has lost it."""
+LAUNCHERS = "undula.launchers"
+"""Group of the entry points by which packages add launchers: functions of a job, each of which returns a context manager that starts a
+cluster for the job, gives the URL of its job API, and stops it."""
 FRESH = "--fresh"
 """Option of a script with which its job starts over."""
 SMOKE = "--smoke"
@@ -179,6 +184,23 @@ def _check_here(loaded: LoadedSpec, arguments: Sequence[str]) -> bool:
 def name_in_submission(script: Path, file: Path) -> str:
     """Return the path under which a submitted script finds a file: relative in the uploaded folder of the script, absolute elsewhere."""
     return file.name if file.absolute().parent == script.parent else str(file.absolute())
+
+
+@contextmanager
+def cluster_of(launcher: str, loaded: LoadedSpec) -> Iterator[str]:
+    """Start a cluster for a job with a launcher, and yield the URL of its job API.
+
+    Raises:
+        SpecError: There is no launcher of that name.
+    """
+    if (launch := extensions.load(LAUNCHERS, {}, launcher)) is None:
+        known = ", ".join(extensions.names(LAUNCHERS, {})) or "none"
+        raise SpecError(
+            f"command line: --launcher is {launcher!r}, and the installed launchers are: {known}; correct the name, or install the "
+            "package that adds it"
+        )
+    with launch(loaded) as dashboard:
+        yield dashboard
 
 
 def run_submission(submission: Submission, address: str | None, screen: LiveScreen, mode: Mode) -> int:
