@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from undula.errors import CheckpointError
 from undula.state.model_state import (
     MODEL,
     OPTIMIZER,
@@ -100,6 +101,11 @@ class Targets:
         self._tensors = empty_like_saved(model, optimizer, own)
         # A setting that a resumed run may change can add or remove such a piece, which then starts anew.
         known = {name: piece for name, piece in beside.items() if name in saved}
+        if other := next((name for name, piece in known.items() if piece.shape != saved[name].shape), None):
+            raise CheckpointError(
+                f"the run was saved with {other!r} of the shape {list(saved[other].shape)}, and now has {list(known[other].shape)}; "
+                "restore the previous settings"
+            )
         self.pieces = {**{name: piece_of(tensor) for name, tensor in self._tensors.items()}, **known}
 
     @cached_property

@@ -99,7 +99,7 @@ class RankSnapshots:
         began = time.perf_counter()
         held = self._live.held()
         waited_s = time.perf_counter() - began
-        stored, sent = self.stored(held), self._part(held, self._layout.is_first)
+        stored, sent = self.stored(held), self._part(held, self._layout.is_first) if is_sent else held
         num_bytes = state_bytes(sent, self._layout.control) if is_sent else 0
         if self._writes:
             send = self._replicas.sender(num_bytes) if self._replicas and self._sends and num_bytes else None
@@ -109,7 +109,7 @@ class RankSnapshots:
 
     def stored(self, held: RankState) -> RankState:
         """Return the part of a state that this rank writes to the memory of its node."""
-        return self._part(held, self._layout.local_rank == 0)
+        return self._part(held, self._layout.local_rank == 0 or self._layout.is_first)
 
     def _part(self, held: RankState, is_first: bool) -> RankState:
         """Return the part of a state that the first or another one of several ranks gives: its own pieces, and then the common ones."""

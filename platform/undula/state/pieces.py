@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from undula.errors import CheckpointError
+from undula.errors import CheckpointError, UsageError
 from undula.state.boxes import Box, intersection, whole_box, without
 
 Shape: TypeAlias = tuple[int, ...]
@@ -73,6 +73,13 @@ class Rows:
     """Tensors of this rank's virtual workers, by number. All have the same dtype and shape."""
     count: int
     """Number of virtual workers of all ranks."""
+
+    def __post_init__(self) -> None:
+        if len({(row.dtype, row.shape) for row in self.of.values()}) != 1 or not {*self.of} <= {*range(self.count)}:
+            raise UsageError(
+                f"rows of the virtual workers {sorted(self.of)} of {self.count} were given; give one tensor for each virtual worker of "
+                "this rank, all of one dtype and shape"
+            )
 
 
 @dataclass(frozen=True)
@@ -229,6 +236,8 @@ def rank_state(state: Mapping[str, Any]) -> RankState:
     values: dict[str, Any] = {}
     others: dict[str, TensorSpec] = {}
     for name, value in state.items():
+        if name in pieces or name in others:
+            raise UsageError(f"the state has two tensors of the name {name!r}; give one of them another name")
         if isinstance(value, Tensor | Piece):
             pieces[name] = value if isinstance(value, Piece) else piece_of(value)
         elif isinstance(value, Rows):

@@ -124,11 +124,11 @@ class StateSaver:
             self.snapshots = RankSnapshots(live, writer, replicas, setup.layout, self._worker, self.updates)
 
     def first_snapshot(self, start: int) -> None:
-        """Begin a snapshot of the state with which the steps of a sharded model start.
+        """Begin a snapshot of the state with which the steps start, if ranks have parts of it alone.
 
         Without it, a rank that is lost before the snapshot of the first step would cost the steps until then.
         """
-        if self.snapshots and self.updates and start:
+        if self.snapshots and not self._live.is_whole and start:
             self.snapshots.begin(start, self._attempt.rows, is_sent=False, attempt=self._attempt.committed_by)
 
     @property

@@ -16,7 +16,7 @@ from undula.recovery.replica_store import Replica, ReplicaStore
 from undula.recovery.snapshot import NEVER, packed
 from undula.recovery.worker_state import HeldState, WorkerState
 from undula.state.extents import are_complete
-from undula.state.pieces import Piece, RankState
+from undula.state.pieces import Piece, RankState, TensorSpec
 
 HALVES = ((0, 4), (4, 6))
 
@@ -140,7 +140,7 @@ def test_one_copy_of_a_state_is_kept_and_all_ranks_together_fetch_it() -> None:
 
 def test_a_worker_exports_a_state_that_is_newer_and_fits() -> None:
     worker = SimpleNamespace(_state=WorkerState())
-    export: Any = partial(ElasticWorker.export_state, worker)
+    export: Any = partial(ElasticWorker.export_state, worker, known=NEVER)
     assert export(room=1e9, newest=NEVER) is None
     state = RankState({"w": Piece(arange(10), (10,), (0,))}, {})
     worker._state.held = HeldState("plan", 1, 3, state, ())
@@ -151,3 +151,18 @@ def test_a_worker_exports_a_state_that_is_newer_and_fits() -> None:
     part = Piece(arange(5), (10,), (0,), is_replicated=False)
     worker._state.held = HeldState("plan", 1, 3, RankState({"w": part}, {}), ())
     assert export(room=79, newest=NEVER).startswith("its size of")  # the rest of the state would not fit
+
+
+def test_what_all_ranks_hold_is_exported_by_one_worker() -> None:
+    common, rows = Piece(arange(10), (10,), (0,)), [Piece(arange(2), (2,), (0,), is_replicated=False)] * 2
+    spec = TensorSpec(str(common.tensor.dtype).removeprefix("torch."), (2,), (1,))
+    states = [RankState({"w": common, f"r.{rank}": rows[rank]}, {}, {f"r.{1 - rank}": spec}) for rank in (0, 1)]
+    store, sizes, known = ReplicaStore(), [], NEVER
+    for rank, state in enumerate(states):
+        worker = SimpleNamespace(_state=WorkerState(held=HeldState("plan", 1, 3, state, ())))
+        meta, data = ElasticWorker.export_state(worker, 1e9, NEVER, known)  # type: ignore[arg-type, misc]
+        replica, known = Replica.of(meta, bytearray(data)), (1, 3)
+        store.keep(str(rank), replica)
+        sizes.append(len(data))
+    assert sizes == [192, 64], "each tensor begins at a multiple of 64 bytes"
+    assert store.newest_whole == (1, 3)

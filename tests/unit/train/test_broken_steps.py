@@ -1,5 +1,6 @@
 """Tests that a rank of a sharded model, killed anywhere in a step, costs no step, and that the run keeps the bits of an unsharded one."""
 
+import shutil
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -12,6 +13,7 @@ from night import at_night
 
 from undula.parallel.spec import ShardingSpec
 from undula.plan.sizes import UPDATES
+from undula.recovery.snapshot import folder_of
 from undula.state.events import LogEvent, StartEvent
 from undula.state.ledger import events_of, read_ledger
 from undula.storage import Store
@@ -154,6 +156,24 @@ def test_what_belongs_to_the_virtual_workers_of_a_killed_rank_is_of_one_moment_w
     ends = workers.train(members, name, job, fault=Fault(place, rank=1, step=6), every=4)
     assert [end and end.how for end in ends] == ["broken", None, "broken"]
     workers.train([members[0], members[2]], name, job, every=4)
+    assert once(numbers_of(job)) == once(expected[name])
+
+
+@pytest.mark.parametrize("name", ["summed", *at_night(["summed, sharded"])])
+def test_a_rank_that_is_killed_in_the_first_step_of_a_group_costs_no_step_that_was_handed_over(
+    name: str, workers: Workers, tmp_path: Path, expected: dict[str, Any]
+) -> None:
+    """The rows of a virtual worker came from a worker that has left, and whose node is gone."""
+    job = SCRIPTS[name].job(tmp_path / "job")
+    first, second, third = (workers.start() for _ in range(3))
+    ends = workers.train([first, second], name, job, leaves_after=5, every=4)
+    assert ends[1] is not None
+    for folder in folder_of(job.run_url, job.run_id).glob("*/1"):
+        shutil.rmtree(folder)
+    fault = Fault("before the reduction", rank=1, step=0)
+    workers.train([first, third], name, job, every=4, leavers=(ends[1].state,), fault=fault)
+    workers.train([first, workers.start()], name, job, every=4)
+    assert starts_of(job) == [0, 5, 5]
     assert once(numbers_of(job)) == once(expected[name])
 
 

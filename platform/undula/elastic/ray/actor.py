@@ -221,12 +221,13 @@ class ElasticWorker(RayTrainWorker):
     def ping(self) -> None:
         """Do nothing. An answer shows that the process is alive."""
 
-    def export_state(self, room: float, newest: Age) -> tuple[bytes, np.ndarray[Any, Any]] | str | None:
+    def export_state(self, room: float, newest: Age, known: Age) -> tuple[bytes, np.ndarray[Any, Any]] | str | None:
         """Return the state that this process holds, so that the controller can keep it after this node is removed.
 
         Args:
             room: Number of bytes for which the controller has room.
             newest: Age of the newest complete state that the controller holds.
+            known: Age of a state of which another worker has exported what all ranks hold.
 
         Returns:
             Metadata and bytes of a snapshot; None if the controller has a state of at least this age or this process has none; a message if
@@ -237,7 +238,8 @@ class ElasticWorker(RayTrainWorker):
             return None
         if held.state.whole_bytes > room:  # other workers may hold the rest, which is useless without this part
             return f"its size of {held.state.whole_bytes / 2**20:.0f} MiB is more than half of the memory that is free on the head"
-        meta, data = packed(held.plan_digest, held.age, held.state, held.rows)
+        state = held.state.own if held.age == known and not held.state.is_whole else held.state
+        meta, data = packed(held.plan_digest, held.age, state, held.rows)
         return meta, np.frombuffer(data, np.uint8)
 
     def offered(self, plan_digest: str) -> Described:

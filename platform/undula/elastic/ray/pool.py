@@ -20,6 +20,7 @@ from undula.elastic.ray.environment import variables_of_worker
 from undula.elastic.ray.pooled_worker import LEAVE_TIMEOUT_S, PooledWorker, accepted, departure_of, responding_in_time
 from undula.errors import ClusterError
 from undula.recovery.replica_store import Replica, ReplicaStore
+from undula.recovery.snapshot import NEVER, Age
 from undula.state.events import CrashEvent, Event, NodeEvent, WarningEvent
 from undula.telemetry.hub import UNRECORDED
 
@@ -60,6 +61,8 @@ class WorkerPool:
     workers: dict[str, PooledWorker] = field(default_factory=dict)
     worker_bytes: int = 0
     """Last reported resident memory of a worker that trains, in bytes; 0 before the first report."""
+    exported: Age = NEVER
+    """Age of the last state of which a worker has exported what all ranks hold."""
     shares_state: bool = False
     """Whether the ranks hold different parts of the state."""
     lost_on: set[str] = field(default_factory=set)
@@ -134,7 +137,8 @@ class WorkerPool:
         if worker.export is None:
             if self.is_exporting:  # the head has little memory, so only one worker exports at a time
                 return False
-            worker.export = worker.actor.export_state.remote(self.replicas.room(), self.replicas.newest_whole)
+            given = self.replicas.room(), self.replicas.newest_whole, self.exported
+            worker.export = worker.actor.export_state.remote(*given)
         done, _ = ray.wait([worker.export], timeout=0)
         if not done:
             return False
@@ -152,7 +156,9 @@ class WorkerPool:
                 return False
         elif exported:
             meta, data = exported
-            self.replicas.keep(worker.id, Replica.of(meta, bytearray(data)))
+            replica = Replica.of(meta, bytearray(data))
+            self.replicas.keep(worker.id, replica)
+            self.exported = replica.age
         return True
 
     @property

@@ -249,7 +249,10 @@ class PoolPolicy(ScalingPolicy):
             if status.progress:
                 self._is_run = True
                 self._group.last[rank] = status.progress
-                self.pool.worker_bytes, self.pool.shares_state = status.resident_bytes, status.shares_state
+                self.pool.worker_bytes = status.resident_bytes
+                self.pool.shares_state |= (
+                    status.shares_state
+                )  # which a new process does not know before it has restored
         ranks = self._group.last.values()
         self._report_lost_steps([rank.began for rank in ranks if rank.began >= 0])
         if len(ranks) == len(statuses) and all(rank.step > rank.began >= 0 for rank in ranks):
