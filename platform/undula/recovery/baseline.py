@@ -7,12 +7,13 @@ is in the model then must not be handed over as the state of the step.
 from collections.abc import Mapping
 from copy import deepcopy
 from dataclasses import dataclass
+from hashlib import blake2b
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from undula.recovery.fingerprint import Fingerprint, Watched, differ
+from undula.recovery.fingerprint import Fingerprint, Watched, differ, digest_of
 from undula.state.values import leaves
 
 WORK = "work since the update"
@@ -143,6 +144,19 @@ class Baseline:
     def moved(self) -> Tensor:
         """Return a Boolean scalar on the device, which says whether parameters or the optimizer's state have changed since `take`."""
         return differ(self._watched.take(), self._seen or {})
+
+    def weights(self) -> Tensor:
+        """Return 16 bits of a digest of the parameters and the state of the optimizer at the last place, as a number on the device."""
+        return digest_of(self._seen or {})
+
+    def settings(self) -> int:
+        """Return 16 bits of a digest of the settings of the optimizer, and of which parameters are frozen."""
+        groups = [
+            {key: value for key, value in group.items() if isinstance(value, int | float | str | None)}
+            for group in self._optimizer.param_groups
+        ]
+        frozen = bytes(parameter.requires_grad for parameter in self._parameters)
+        return int.from_bytes(blake2b(repr((groups, frozen)).encode(), digest_size=2).digest(), "big")
 
     @property
     def is_intact(self) -> bool:

@@ -6,6 +6,7 @@ from contextlib import contextmanager
 
 from torch import Tensor
 
+from undula.errors import UsageError
 from undula.parallel.collectives import any_rank
 from undula.parallel.device_clock import read_scalars
 from undula.parallel.sharding import Settles
@@ -43,6 +44,7 @@ class StepBoundary:
         is_save_asked: Whether the script has asked for a checkpoint since then.
         repeats_body: Whether the script repeats the work of its loop's body after an update, if the group ends in it. It does so up to the
             first batch of the next step if it has state of its own, and no `after_step`.
+        has_common_weights: Whether all ranks have the same weights and state of the optimizer, bit for bit.
     """
 
     def __init__(
@@ -59,7 +61,7 @@ class StepBoundary:
         self.wants = Wants()
         self._done: Request | None = None
         """Request for a checkpoint that was carried out. It stays where it is, because another one may arrive there at any time."""
-        self.is_save_asked = self.repeats_body = False
+        self.is_save_asked = self.repeats_body = self.has_common_weights = False
 
     def begin_batches(self) -> None:
         """Begin the batches of a step, until when the script may repeat work that the former group had not finished."""
@@ -79,11 +81,11 @@ class StepBoundary:
             overflows: Whether the gradient overflows on this rank.
 
         Raises:
-            UsageError: Parameters changed before the update.
+            UsageError: Parameters changed before the update, or on some ranks only since the last one.
         """
         layout, guard = self._setup.layout, self._model.guard
-        scalars = [norm, overflows, guard.moved, *measured.losses]
-        grad_norm, has_overflowed, moved, *losses = read_scalars(scalars)
+        scalars = [norm, overflows, guard.moved, self._model.baseline.weights(), *measured.losses]
+        grad_norm, has_overflowed, moved, weights, *losses = read_scalars(scalars)
         if self._saver.snapshots and moved:
             self._saver.snapshots.discard()  # the last one may have been taken while parameters changed
         guard.check_moved(bool(moved))
@@ -98,13 +100,26 @@ class StepBoundary:
         local = measured.local(losses)
         local.wants, local.overflows = wants, has_overflowed
         local.changes = self._model.baseline.work.changes
+        local.settings = self._model.baseline.settings()
+        local.weights = int(weights) if self.has_common_weights else 0
         local.seconds["blocked_s"], self._blocked_s = self._blocked_s, 0.0
         local.small_squares = self._model.small_squares(step.samples)
         local.micro_batches = len(local.small_squares)
         if layout.is_first:
             local.grad_norm = grad_norm
             local.stored_steps = self._attempt.telemetry.stored_steps if self._attempt.telemetry else 0
-        return self._reducer.reduce(local)
+        totals = self._reducer.reduce(local)
+        if not (totals.settings and totals.weights):
+            what = (
+                "the weights or the state of the optimizer"
+                if totals.settings
+                else "a setting of the optimizer, or what is frozen,"
+            )
+            raise UsageError(
+                f"the script has changed {what} on some workers only before step {step.index}, with which their weights come apart; make "
+                "the same change on all workers, and not by the rank"
+            )
+        return totals
 
     def _settle(self, overflows: bool) -> bool:
         """Agree on what the update of a sharded model needs from other ranks, so that a rank can take it although the commit breaks.

@@ -207,6 +207,8 @@ class TrainingLoop:
         if change:
             attempt.report(change)
         is_same = attempt.compare_ranks(self._arithmetic, restored, parts.given)
+        is_common = is_exact and is_same and self.model.engine.has_same_bits and not self._setup.worker.shares_state
+        self.boundary.has_common_weights = is_common
         is_fixed = self._setup.plan.spec.batch == "fixed" and not changes
         if is_exact and is_same and is_fixed and self._setup.before.newest:
             attempt.compare_repeated()

@@ -53,6 +53,10 @@ BITS = Reduction[int, int](
     lambda sums, ranks: sum((total > 0) << place for place, total in enumerate(sums)),
 )
 """Bits that are set on any rank, of _BITS."""
+SAME = Reduction[int, bool](
+    2, lambda value: [float(value), float(value) ** 2], lambda sums, ranks: sums[1] * ranks == sums[0] ** 2
+)
+"""Whether all ranks have the same number, which is below 2^16. This is exact for up to 1,024 ranks."""
 ALL = Reduction[bool, bool](1, lambda value: [float(value)], lambda sums, ranks: sums[0] == ranks)
 
 
@@ -150,6 +154,10 @@ class LocalStep:
     """Whether a scaled gradient has overflowed, so that all ranks must skip the step. Ranks with shards may see different gradients."""
     changes: int = reduced(BITS, default=0)
     """Places after the former update at which the script has changed the weights or the optimizer's state, as bits."""
+    settings: int = reduced(SAME, default=0)
+    """Digest of the settings of the optimizer, and of which parameters are frozen."""
+    weights: int = reduced(SAME, default=0)
+    """Digest of the weights and the state of the optimizer before the step; 0 if ranks may have other ones."""
     stored_steps: float = reduced(FROM_FIRST, default=0.0)
     """Number of steps whose ledger rows have reached storage."""
     wants: Wants = reduced(WANTS, default_factory=Wants)
@@ -176,6 +184,8 @@ class StepTotals:
     grad_norm: float
     overflows: bool
     changes: int
+    settings: bool
+    weights: bool
     stored_steps: float
     wants: Wants
     logged: dict[str, float]

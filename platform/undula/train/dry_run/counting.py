@@ -358,7 +358,7 @@ class _NoBoundary(StepBoundary):
         self, step: OptimizerStep, measured: StepMeasurement, phases: StepPhases, norm: Tensor, overflows: Tensor
     ) -> StepTotals:
         """Return totals in which each value is one that a script can use."""
-        return StepTotals(float(step.samples), 0, {}, 0.0, 0, 1.0, self.skips, 0, 0.0, Wants(), {})
+        return StepTotals(float(step.samples), 0, {}, 0.0, 0, 1.0, self.skips, 0, True, True, 0.0, Wants(), {})
 
     def committed(self, step: OptimizerStep, totals: StepTotals, lr: float, measured: dict[str, float]) -> None:
         """Record nothing."""

@@ -1,0 +1,65 @@
+"""What a script changes between steps on one rank alone makes the weights of the ranks come apart, and is refused on all of them."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from numbers_job import cpu_run, network, numbers_job, run_batches
+from ranks import on_ranks
+from torch import nn
+
+from undula.errors import UsageError
+from undula.parallel.spec import ShardingSpec
+from undula.train.job import Job
+
+
+def half(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    with torch.no_grad():
+        next(model.parameters()).mul_(0.5)
+
+
+def half_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    optimizer.state[next(model.parameters())]["exp_avg"].mul_(0.5)
+
+
+def decay(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    optimizer.param_groups[0]["weight_decay"] = 0.5
+
+
+CHANGES: dict[str, tuple[Callable[[nn.Module, torch.optim.Optimizer], None], int, str]] = {
+    "weights": (half, 0, "the weights or the state of the optimizer"),
+    "state": (half_state, 0, "the weights or the state of the optimizer"),
+    "settings": (decay, 0, "a setting of the optimizer, or what is frozen,"),
+    "settings, sharded": (decay, 3, "a setting of the optimizer, or what is frozen,"),
+}
+
+
+def trained(rank: int, world_size: int, job: Job, name: str, ranks: tuple[int, ...]) -> str:
+    """Train, with a change after the second step on some ranks, and return the error."""
+    run: Any = cpu_run(job, rank, world_size)
+    model = run.model(network())
+    optimizer = run.optimizer(torch.optim.AdamW(model.parameters(), lr=0.01))
+    try:
+        for step in run.steps():
+            run_batches(step, model)
+            step.update()
+            if step.index == 1 and rank in ranks:
+                CHANGES[name][0](model, optimizer)
+    except UsageError as error:
+        return str(error)
+    finally:
+        run.free()
+    return ""
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_change_on_one_rank_is_refused_and_the_same_change_on_all_is_right(tmp_path: Path, name: str) -> None:
+    _, stage, what = CHANGES[name]
+    spec = ShardingSpec(stage)  # type: ignore[arg-type]
+    first, second = (replace(numbers_job(tmp_path / str(number)), sharding=spec) for number in range(2))
+    assert on_ranks(2, trained, first, name, (0, 1)) == ["", ""]
+    for error in on_ranks(2, trained, second, name, (1,)):
+        assert error.startswith(f"the script has changed {what} on some workers only before step 2, ")
