@@ -86,6 +86,7 @@ def horovod_run(
     return f"{folder}/run"
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("faults", "steps"),
     [

@@ -143,6 +143,7 @@ def test_a_healthy_cluster_passes(two_nodes: Nodes, tmp_path: Path) -> None:
 
 
 @pytest.mark.nightly
+@pytest.mark.nightly
 def test_a_worker_and_the_link_between_two_are_measured(two_nodes: Nodes, tmp_path: Path) -> None:
     file = tmp_path / "rates.json"
     process = start(two_nodes.cluster, tmp_path / "runs", "--measure", str(file))
@@ -155,6 +156,7 @@ def test_a_worker_and_the_link_between_two_are_measured(two_nodes: Nodes, tmp_pa
     assert f"undula plan JOB.yaml --rates {file}" in out
 
 
+@pytest.mark.nightly
 def test_an_unwritable_runs_folder_is_reported_with_the_fix(two_nodes: Nodes, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     process = start(two_nodes.cluster, tmp_path / "file" / "runs")

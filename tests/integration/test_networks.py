@@ -42,6 +42,7 @@ def done(process: "subprocess.Popen[str]") -> tuple[str, int]:
     return out.splitlines()[-1], process.returncode
 
 
+@pytest.mark.nightly
 def test_the_nodes_of_a_machine_are_found_at_any_of_its_addresses(network: Machines) -> None:
     with network.node(1), network.node(2):
 
