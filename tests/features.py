@@ -218,7 +218,7 @@ FEATURES |= {
     f"rows of virtual workers, sharded in stage {stage}": Feature(
         summed,
         {"sharding": ShardingSpec(stage)},
-        like="rows of virtual workers",  # type: ignore[arg-type]
+        like="rows of virtual workers",
     )
     for stage in (1, 2)
 }

@@ -99,12 +99,14 @@ def run(
             click.echo(printed_by_script(script_of(job, script), job, overrides, project), nl=False)
             return 0
     mode = mode_of(detach, keep_alive)
-    others = {"--in-process": in_process, "--fresh": fresh, f"--{mode}": mode != "follow"}
-    if smoke and (other := next((name for name, is_given in others.items() if is_given), None)):
-        raise SpecError(f"command line: --smoke cannot be combined with {other}; remove one of them")
-    others |= {"--address": address is not None, "--fresh": False}
-    if launcher and (other := next((name for name, is_given in others.items() if is_given), None)):
-        raise SpecError(f"command line: --launcher cannot be combined with {other}; remove one of them")
+    left_alone = {f"--{mode}": mode != "follow"}
+    for option, is_given, others in (
+        ("--smoke", smoke, {"--in-process": in_process, "--fresh": fresh, **left_alone}),
+        ("--launcher", launcher, {"--in-process": in_process, "--address": address, **left_alone}),
+        ("--in-process", in_process, {"--address": address, **left_alone}),
+    ):
+        if is_given and (other := next((name for name, value in others.items() if value), None)):
+            raise SpecError(f"command line: {option} cannot be combined with {other}; remove one of them")
     environment = with_declared(environment, loaded.variables)
     refuse_without_entry(script_of(job, script))
     submission = submission_of_job(job, loaded, overrides, script, fresh, project).with_environment(
@@ -117,7 +119,4 @@ def run(
             return run_submission(submission, address, LiveScreen(sys.stdout), mode)
     if not in_process:
         return run_submission(submission, address, LiveScreen(sys.stdout), mode)
-    if address or mode != "follow":
-        other = "--address" if address else f"--{mode}"
-        raise SpecError(f"command line: --in-process cannot be combined with {other}; remove one of them")
     return run_in_this_process(submission, "--in-process")

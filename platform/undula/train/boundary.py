@@ -84,7 +84,8 @@ class StepBoundary:
             UsageError: Parameters changed before the update, or on some ranks only since the last one.
         """
         layout, guard = self._setup.layout, self._model.guard
-        scalars = [norm, overflows, guard.moved, self._model.baseline.weights(), *measured.losses]
+        digest = self._model.baseline.weights() if self.has_common_weights else norm.new_zeros(())
+        scalars = [norm, overflows, guard.moved, digest, *measured.losses]
         grad_norm, has_overflowed, moved, weights, *losses = read_scalars(scalars)
         if self._saver.snapshots and moved:
             self._saver.snapshots.discard()  # the last one may have been taken while parameters changed
@@ -101,7 +102,7 @@ class StepBoundary:
         local.wants, local.overflows = wants, has_overflowed
         local.changes = self._model.baseline.work.changes
         local.settings = self._model.baseline.settings()
-        local.weights = int(weights) if self.has_common_weights else 0
+        local.weights = int(weights)
         local.seconds["blocked_s"], self._blocked_s = self._blocked_s, 0.0
         local.small_squares = self._model.small_squares(step.samples)
         local.micro_batches = len(local.small_squares)
@@ -111,13 +112,13 @@ class StepBoundary:
         totals = self._reducer.reduce(local)
         if not (totals.settings and totals.weights):
             what = (
-                "the weights or the state of the optimizer"
+                "the weights or the optimizer's state"
                 if totals.settings
-                else "a setting of the optimizer, or what is frozen,"
+                else "the optimizer's settings or what is frozen"
             )
             raise UsageError(
-                f"the script has changed {what} on some workers only before step {step.index}, with which their weights come apart; make "
-                "the same change on all workers, and not by the rank"
+                f"the script has changed {what} on some workers only before step {step.index}, so that their weights would differ; make "
+                "the same change on all workers, whatever their rank"
             )
         return totals
 

@@ -250,10 +250,8 @@ class StateSaver:
             # A snapshot of a state whose validation or `after_step` was to come need not be like the state after these.
             for stored in find_snapshots(folder_of(job.run_url, job.run_id), self._setup.plan_digest):
                 if stored.age == held.age and is_settled(stored.meta["values"]):
-                    snapshot = stored.load()
-                    if (
-                        snapshot.holding == self.snapshots.stored(held.state).holding
-                    ):  # not of another rank on this node
+                    snapshot, own = stored.load(), self.snapshots.stored(held.state)
+                    if snapshot.holding == own.holding:  # other ranks may have stored theirs on this node
                         copies["a snapshot"] = snapshot
         return copies
 

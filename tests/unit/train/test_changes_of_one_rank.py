@@ -30,10 +30,10 @@ def decay(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
 
 
 CHANGES: dict[str, tuple[Callable[[nn.Module, torch.optim.Optimizer], None], int, str]] = {
-    "weights": (half, 0, "the weights or the state of the optimizer"),
-    "state": (half_state, 0, "the weights or the state of the optimizer"),
-    "settings": (decay, 0, "a setting of the optimizer, or what is frozen,"),
-    "settings, sharded": (decay, 3, "a setting of the optimizer, or what is frozen,"),
+    "weights": (half, 0, "the weights or the optimizer's state"),
+    "state": (half_state, 0, "the weights or the optimizer's state"),
+    "settings": (decay, 0, "the optimizer's settings or what is frozen"),
+    "settings, sharded": (decay, 3, "the optimizer's settings or what is frozen"),
 }
 
 
