@@ -44,11 +44,15 @@ ALLOWED: Mapping[str, Mapping[str, str]] = {
     "torch 2.13": {
         "_amp_foreach_non_finite_check_and_unscale_": "train.open_gradients",
         "_buffers": "parallel.recompute state.model_state testing.records train.beside",
-        "_cdata": "parallel.host_memory parallel.materialize parallel.reduce.sharded parallel.sharding train.dry_run.storages",
+        "_cdata": "parallel.host_memory parallel.materialize parallel.reduce.sharded parallel.sharded_tensors parallel.sharding "
+        "train.dry_run.storages",
         "_check_input_dim": "parallel.batch_norm",
         "_checkpoint_wrapped_module": "state.model_state",
         "_backward_hooks": "parallel.sharding parallel.engines.sharded",
+        "_allow_implicit_replication": "parallel.sharded_tensors",
+        "_base": "parallel.sharded_tensors",
         "_custom_op_handlers": "parallel.sharded_tensors",
+        "_is_view": "parallel.sharded_tensors",
         "torch.distributed.tensor.DTensor._op_dispatcher": "parallel.sharded_tensors",
         "torch.optim.optimizer._global_optimizer_post_hooks": "parallel.sharding",
         "torch.optim.optimizer._global_optimizer_pre_hooks": "parallel.sharding",
@@ -74,13 +78,13 @@ ALLOWED: Mapping[str, Mapping[str, str]] = {
         "_scaled_dot_product_flash_attention": "parallel.selective",
         "_scaled_dot_product_flash_attention_for_cpu": "parallel.selective",
         "_scaled_mm": "parallel.selective",
-        "_schema": "parallel.materialize parallel.selective",
+        "_schema": "parallel.materialize parallel.selective parallel.sharded_tensors",
         "_step_count": "adapters.accelerate.prepared",
         "_timeout": "parallel.layout",
         "_values": "parallel.precision",
         "_wrapped_by_lr_sched": "parallel.sharding",
-        "_version": "parallel.host_memory parallel.recompute parallel.reduce.sharded parallel.selective train.beside "
-        "train.open_gradients train.script_guard train.whole_weights",
+        "_version": "parallel.host_memory parallel.recompute parallel.reduce.sharded parallel.selective "
+        "train.beside train.open_gradients train.script_guard train.whole_weights",
         "torch._C": "cluster.worker_check elastic.ray.backend parallel.selective train.open_gradients train.single_process",
         "torch._amp_foreach_non_finite_check_and_unscale_": "parallel.precision",
         "torch._dynamo": "cluster.forking.server parallel.compile testing.conformance train.model",
@@ -100,7 +104,8 @@ ALLOWED: Mapping[str, Mapping[str, str]] = {
         "torch.utils._python_dispatch": "parallel.materialize parallel.selective train.dry_run.count train.dry_run.fakes "
         "train.dry_run.storages",
         "torch.utils._pytree": "adapters.gathered adapters.lightning.fit adapters.transformers.library parallel.materialize "
-        "parallel.precision parallel.recompute parallel.selective train.dry_run.storages train.dry_run.unit_marks train.open_gradients",
+        "parallel.precision parallel.recompute parallel.selective parallel.sharded_tensors train.dry_run.storages "
+        "train.dry_run.unit_marks train.open_gradients",
     },
     "transformers 5.24": {
         "_clip_grad_norm": "adapters.refusals",

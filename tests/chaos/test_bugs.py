@@ -121,30 +121,49 @@ def test_ranks_in_a_deadlock_are_interrupted_and_the_run_continues(session_jobs:
     assert done.ledger.replaced.num_rows == 0
 
 
+ALONE = """
+import torch
+import torch.distributed as dist
+from torch import nn
+import undula
+
+def train(run):
+    model = run.model(nn.Linear(4, 1))
+    run.optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    for step in run.steps():
+        for batch in step.batches():
+            step.backward(model(batch["text"][:, :4].float()).mean() * 1e-6)
+        step.update()
+        if run.rank == 0 and step.index == 3 and run.config["place"] == "loop":
+            dist.barrier()  # in the loop
+    if run.rank == 0 and run.config["place"] == "end":
+        dist.barrier()  # at the end
+
+if __name__ == "__main__":
+    undula.main(train)
+"""
+OTHERS_IN = {"loop": "rank 1 in update() at alone.py:{}", "end": "rank 1 at the end of the script"}
+
+
+@pytest.mark.parametrize("place", ["loop", *at_night(["end"])])
 def test_a_collective_of_one_rank_alone_ends_the_job_with_the_calls_and_lines(
-    session_jobs: Jobs, tmp_path: Path
+    session_jobs: Jobs, tmp_path: Path, place: str
 ) -> None:
     """Without a limit of its own, a group that hangs in a step would be ended only later, and the next one would hang again."""
-    before = "            dist.barrier()\n        step.update()\n"
-    alone = UNMATCHED.replace(before, before.replace("        step.update()\n", "")).replace(
-        " and not marker.exists()", ""
-    )
-    script, text = (
-        tmp_path / "alone.py",
-        alone.replace("        if step.index == 3", "        step.update()\n        if step.index == 3"),
-    )
-    script.write_text(text)
+    script = tmp_path / "alone.py"
+    script.write_text(ALONE)
     script.with_suffix(".yaml").write_text(
-        "name: alone\ndata: {train: x}\nplan: {virtual_workers: 2, global_batch: 8, max_steps: 8}\n"
+        f"name: alone\ndata: {{train: x}}\nplan: {{virtual_workers: 2, global_batch: 8, max_steps: 8}}\nconfig: {{place: {place}}}\n"
     )
     jobs = replace(session_jobs, script=script, runs=str(tmp_path), settings=())
     done = jobs.run("alone", *jobs.workers(2), "workers.hang_limit_s=300")
     assert done.status == 2, done.err
-    first, then = (
-        next(number for number, code in enumerate(text.splitlines(), 1) if call in code)
-        for call in ("dist.barrier()", "step.update()")
+    lines = ALONE.splitlines()
+    alone, update = (
+        next(number for number, code in enumerate(lines, 1) if text in code)
+        for text in (f"{'in' if place == 'loop' else 'at'} the {place}", "step.update()")
     )
-    waits = f"rank 0 in barrier() at alone.py:{first}, rank 1 in update() at alone.py:{then}"
+    waits = f"rank 0 in barrier() at alone.py:{alone}, {OTHERS_IN[place].format(update)}"
     assert f"the workers wait for each other in different collectives: {waits}; all workers must" in done.err
     assert len(events_of(done.ledger.events, StartEvent)) == 1
 

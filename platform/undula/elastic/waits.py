@@ -46,4 +46,6 @@ def _call(frames: list[FrameType]) -> str:
     names = [frame.f_code.co_name for frame in reversed(frames)]
     if isinstance(frames[-1].f_locals.get("self"), nn.Module):
         return "a forward pass"
+    if "redistribute_local_args" in names:
+        return "an operation with a sharded tensor"
     return next((f"{name}()" for name in names if name != "wrapper" and not name.startswith("_")), "a collective")

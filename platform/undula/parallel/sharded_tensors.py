@@ -1,12 +1,16 @@
 """What sharded tensors do otherwise than in torch, so that a script has the results that it has with whole tensors."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any, NoReturn
 from weakref import ref
+from zlib import crc32
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
+from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
 from undula.errors import UsageError
@@ -19,25 +23,57 @@ _given: Any = WeakIdKeyDictionary()
 _owners: Any = WeakIdKeyDictionary()
 """Reference to the sharded tensor from which a script got a tensor as `data`, by that tensor."""
 _gathered = DTensor.full_tensor
+_redistribute: Any = DTensor._op_dispatcher.redistribute_local_args
+_changes = Counter[int]()
+"""Number of changes in place of sharded tensors, by the storage of their shard."""
 
 
 def adapt_sharded_tensors() -> None:
     """Change in this process, from now on, what sharded tensors do: refuse numbers of a worker's shard alone, compute norms of the whole
-    tensors, gather them only once all ranks are there, and take what is assigned to `data`.
+    tensors, gather them only once all ranks are there, take what is assigned to `data`, and take whole tensors in operations in place.
 
     A sum over a sharded tensor is one of the worker's part until something needs the whole, for which `item()` does not ask. Random numbers
     of the shape of a sharded tensor are drawn for each shard by a generator of the same state. Norms of shards, which
     `torch.nn.utils.clip_grad_norm_` takes, are put together in an order that depends on the number of workers. In torch, an
-    assignment to `data` of a sharded tensor leaves the shard as it is.
+    assignment to `data` of a sharded tensor leaves the shard as it is, and so does a change of its rows in place, which are a copy.
     """
     DTensor.full_tensor = full_tensor  # type: ignore
     DTensor.data = property(_data, _set_data)  # type: ignore[assignment]
     dispatcher: Any = DTensor._op_dispatcher
+    if dispatcher.redistribute_local_args is _redistribute:
+        dispatcher.redistribute_local_args = redistribute_local_args
     handlers = dispatcher._custom_op_handlers
     handlers[torch.ops.aten._local_scalar_dense.default] = _number
     handlers |= dict.fromkeys(dispatcher._random_ops, _random)
     handlers[torch.ops.aten.linalg_vector_norm.default] = _norm
     handlers[torch.ops.aten._foreach_norm.Scalar] = _norms
+    propagator = dispatcher.sharding_propagator
+    known = [*propagator.op_strategy_funcs, *propagator.op_single_dim_strategy_funcs, torch.ops.aten.fill_.Tensor]
+    for operation in filter(_is_in_place, known):
+        handlers.setdefault(operation, partial(_change, dispatcher))
+
+
+def _is_in_place(operation: Any) -> bool:
+    schema = operation._schema
+    return schema.is_mutable and schema.name.endswith("_") and isinstance(schema.arguments[0].type, torch.TensorType)
+
+
+def changed_shards(values: Iterable[object]) -> int:
+    """Return 16 bits of a digest of how often each sharded tensor among some values was changed in place since `forget_changes`.
+
+    Ranks have other shards, but change them by the same calls. What a script does to the local part of a tensor does not count.
+    """
+    shards = [value._local_tensor for value in values if isinstance(value, DTensor)]
+    return crc32(repr([_changes[_storage_of(shard)] for shard in shards]).encode()) & 0xFFFF
+
+
+def forget_changes() -> None:
+    """Begin to count changes of sharded tensors anew. All ranks must call this at the same places."""
+    _changes.clear()
+
+
+def _storage_of(shard: Tensor) -> int:
+    return shard.untyped_storage()._cdata  # type: ignore[no-any-return]
 
 
 def full_tensor(sharded: DTensor, **keywords: Any) -> Tensor:
@@ -45,6 +81,15 @@ def full_tensor(sharded: DTensor, **keywords: Any) -> Tensor:
     if sharded.device_mesh.ndim == 1 and sharded.device_mesh.size() > 1:
         meet(sharded.device_mesh.get_group())
     return _gathered(sharded, **keywords)
+
+
+def redistribute_local_args(operation: Any, schema: Any, *rest: Any) -> None:
+    """Give an operation the placements that it needs, as torch does, and if shards are exchanged, once all ranks are there."""
+    for now, needed in zip(operation.flat_args_schema, tree_leaves(schema.args_schema), strict=False):
+        is_collective = any(not placement.is_replicate() for placement in getattr(now, "placements", ()))
+        if is_collective and now != needed and now.mesh.ndim == 1 and now.mesh.size() > 1:
+            meet(now.mesh.get_group())
+    _redistribute(operation, schema, *rest)
 
 
 def _data(sharded: DTensor) -> Tensor:
@@ -78,7 +123,12 @@ def _set_data(sharded: DTensor, value: Tensor) -> None:
         if isinstance(new, DTensor):
             sharded.copy_(new)
         else:
-            copy_overlap(whole_box(tuple(new.shape)), new, piece_of(sharded))
+            _copy_whole(new, sharded)
+
+
+def _copy_whole(whole: Tensor, sharded: DTensor) -> None:
+    """Copy the rank's part of a whole tensor into its shard. Torch has no rule for this where a dimension has fewer rows than ranks."""
+    copy_overlap(whole_box(tuple(sharded.shape)), whole.expand(sharded.shape), piece_of(sharded))
 
 
 def _text(tensor: Tensor) -> str:
@@ -110,6 +160,33 @@ def _norms(
     return [
         _norm(lambda whole, *of, **by: operation([whole], *of, **by)[0], [each, *rest], keywords) for each in tensors
     ]
+
+
+def _change(
+    dispatcher: Any, operation: Callable[..., Tensor], arguments: Sequence[Any], keywords: Mapping[str, Any]
+) -> Tensor:
+    """Change a tensor in place. If it is sharded, those that are not count as whole, with the same values on all ranks."""
+    changed = arguments[0]
+    is_sharded = isinstance(changed, DTensor)
+    storage = _storage_of(changed._local_tensor) if is_sharded else 0
+    is_part = is_sharded and changed._is_view() and isinstance(changed._base, DTensor)
+    if is_part and storage != _storage_of(changed._base._local_tensor):
+        raise UsageError(
+            f"the script changed rows of a sharded tensor in place ({operation}), which are a copy, so that the tensor would stay as it "
+            "is; change the whole tensor, for example with weight.mul_(mask) or weight.copy_(whole)"
+        )
+    _changes[storage] += 1
+    if is_sharded and operation == torch.ops.aten.copy_.default and not isinstance(arguments[1], DTensor):
+        _copy_whole(arguments[1], changed)
+        return changed  # type: ignore[no-any-return]
+    handlers, replicates = dispatcher._custom_op_handlers, dispatcher._allow_implicit_replication
+    handler = handlers.pop(operation, None)
+    dispatcher._allow_implicit_replication = replicates or is_sharded
+    try:
+        return operation(*arguments, **keywords)
+    finally:
+        dispatcher._allow_implicit_replication = replicates
+        handlers[operation] = handler
 
 
 def _random(operation: object, arguments: object, keywords: object) -> NoReturn:

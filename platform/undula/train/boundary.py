@@ -102,7 +102,7 @@ class StepBoundary:
         local.wants, local.overflows = wants, has_overflowed
         local.changes = self._model.baseline.work.changes
         local.settings = self._model.baseline.settings()
-        local.weights = int(weights)
+        local.weights = int(weights) or self._model.engine.changed_shards()
         local.seconds["blocked_s"], self._blocked_s = self._blocked_s, 0.0
         local.small_squares = self._model.small_squares(step.samples)
         local.micro_batches = len(local.small_squares)

@@ -157,7 +157,7 @@ class LocalStep:
     settings: int = reduced(SAME, default=0)
     """Digest of the settings of the optimizer, and of which parameters are frozen."""
     weights: int = reduced(SAME, default=0)
-    """Digest of the weights and the state of the optimizer before the step; 0 if ranks may have other ones."""
+    """Digest of the weights and the state of the optimizer before the step, or of the changes of shards; 0 if ranks may have other ones."""
     stored_steps: float = reduced(FROM_FIRST, default=0.0)
     """Number of steps whose ledger rows have reached storage."""
     wants: Wants = reduced(WANTS, default_factory=Wants)

@@ -13,7 +13,7 @@ from numbers_job import begin, cpu_run, network, numbers_job
 from ranks import on_ranks
 from waiting import wait_until
 
-from undula.elastic.pure.deadlock import CollectiveWait, deadlock
+from undula.elastic.pure.deadlock import ENDED, CollectiveWait, deadlock
 from undula.elastic.sockets import cut_connections, listening_ports
 from undula.elastic.waits import present_wait
 from undula.parallel.spec import ShardingSpec
@@ -37,6 +37,10 @@ def wait(operation: str, **begun: int) -> CollectiveWait:
         ([wait("all_reduce", a=3), wait("all_gather", a=4)], False),  # one rank has what the other still receives
         ([wait("barrier", a=3), None], False),  # the other rank still works
         ([wait("barrier", a=3)], False),
+        ([wait("barrier", a=3), wait(ENDED, a=2)], True),
+        ([wait(ENDED, a=2, b=1), wait(ENDED, a=2, b=1), wait("all_gather", a=3, b=1)], True),
+        ([wait("barrier", a=3), wait(ENDED, a=3)], False),  # the other rank has sent its part
+        ([wait(ENDED, a=3), wait(ENDED, a=2)], False),
     ],
 )
 def test_ranks_wait_for_each_other_only_where_no_collective_can_end(waits: list[Any], is_deadlock: bool) -> None:
@@ -49,6 +53,8 @@ def test_the_message_names_ranks_by_call_and_line_and_few_of_them() -> None:
         "the workers wait for each other in different collectives: rank 0 in barrier() at train.py:7, ranks 1, 2, 3, 4, ... in update() at "
         "train.py:9; all workers must"
     )
+    ended = deadlock([wait("barrier", a=3), wait(ENDED, a=2)]) or ""
+    assert "rank 0 in barrier() at train.py:7, rank 1 at the end of the script; all workers must" in ended
 
 
 HABITS = {

@@ -21,6 +21,10 @@ def half(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         next(model.parameters()).mul_(0.5)
 
 
+def half_data(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    next(model.parameters()).data.mul_(0.5)
+
+
 def half_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     optimizer.state[next(model.parameters())]["exp_avg"].mul_(0.5)
 
@@ -32,6 +36,9 @@ def decay(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
 CHANGES: dict[str, tuple[Callable[[nn.Module, torch.optim.Optimizer], None], int, str]] = {
     "weights": (half, 0, "the weights or the optimizer's state"),
     "state": (half_state, 0, "the weights or the optimizer's state"),
+    "weights, sharded": (half, 3, "the weights or the optimizer's state"),
+    "state, sharded": (half_state, 2, "the weights or the optimizer's state"),
+    "data, sharded": (half_data, 1, "the weights or the optimizer's state"),
     "settings": (decay, 0, "the optimizer's settings or what is frozen"),
     "settings, sharded": (decay, 3, "the optimizer's settings or what is frozen"),
 }

@@ -13,6 +13,7 @@ from features import FEATURES, Feature, Group, numbers_of, train_in_groups
 from numbers_job import numbers_job
 from ranks import on_ranks
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 from undula.errors import UsageError
@@ -114,6 +115,34 @@ def generate_and_change(model: nn.Module, step: Step) -> None:
             parameter.mul_(0.99)
 
 
+def mask(model: Any, step: Step) -> None:
+    """Set elements of weights to zero with whole masks, which each rank has."""
+    weight = model.blocks[0][0].weight
+    with torch.no_grad():
+        weight.mul_(torch.tensor([1.0, 0.0, 1.0, 1.0, 0.5])[:, None])
+        weight[:, 2].mul_(0.5)
+        model.first.weight.masked_fill_(torch.arange(6)[:, None] == 4, 0.25)
+
+
+def load_whole(model: Any, step: Step) -> None:
+    whole = {name: torch.full(value.shape, 0.125 * len(name)) for name, value in model.last.state_dict().items()}
+    whole["weight"][0, :3] = torch.arange(3.0)
+    model.last.load_state_dict(whole)
+    state = model.first.state_dict()
+    first = {name: value.full_tensor() if isinstance(value, DTensor) else value for name, value in state.items()}
+    model.first.load_state_dict({name: value * 0.5 for name, value in first.items()})
+
+
+def in_rows(change: Callable[[Any], object]) -> Act:
+    """Return work of a script that changes rows of a weight in place."""
+
+    def work(model: Any, step: Step) -> None:
+        with torch.no_grad():
+            change(model.blocks[0][0].weight)
+
+    return work
+
+
 def change_gathered(model: Any, step: Step) -> None:
     model.unshard()
     with torch.no_grad():
@@ -147,8 +176,25 @@ RIGHT: dict[str, Script] = {
     "gradients that change after a forward pass": Script(reduced=generate_and_halve),
     "weights that change after a forward pass": Script(updated=generate_and_change),
     "blocks that depend on the number of a micro-batch": Script(in_batch=skip_by_number),
+    "weights changed by whole masks": Script(updated=mask),
+    "whole weights that are loaded": Script(updated=load_whole),
+}
+ROW_CHANGES: dict[str, Callable[[Any], object]] = {
+    "a row": lambda weight: weight[0].zero_(),
+    "rows": lambda weight: weight[:2].mul_(0.5),
+    "the last row": lambda weight: weight[-1].copy_(torch.ones(6)),
+    "an assigned row": lambda weight: weight.__setitem__(0, 1.0),
+    "a row that is added to": lambda weight: weight[1].add_(1.0),
+    "a row of the data": lambda weight: weight.data.__setitem__(3, 0.0),
+    "a part": lambda weight: weight.chunk(2)[0].add_(1.0),
+    "columns of the transposed weight": lambda weight: weight.t()[:, 0].zero_(),
+    "the diagonal": lambda weight: weight.detach().diagonal().zero_(),
 }
 REFUSED: dict[str, tuple[Script, str]] = {
+    **{
+        name: (Script(updated=in_rows(change)), "the script changed rows of a sharded tensor in place (aten.")
+        for name, change in ROW_CHANGES.items()
+    },
     "a hook from before": (
         Script(unplaced=lambda model: model.first.weight.register_hook(lambda gradient: gradient * 2)),  # type: ignore[operator,union-attr]
         "replaces the parameter 'first.weight', whose hook would be lost",

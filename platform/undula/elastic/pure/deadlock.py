@@ -8,6 +8,8 @@ DEADLOCK_S = 15.0
 """Seconds for which all ranks must have waited in the same places before a deadlock is certain."""
 NAMED_RANKS = 4
 """Maximum number of ranks that a message names."""
+ENDED = ""
+"""Operation of a rank on which the script has ended."""
 
 
 @dataclass(frozen=True)
@@ -15,7 +17,7 @@ class CollectiveWait:
     """Collective in which the training thread of a rank waits for other ranks."""
 
     operation: str
-    """Function of torch.distributed that waits."""
+    """Function of torch.distributed that waits; ENDED if the script has ended on the rank, which begins no more."""
     call: str
     """Function that the script has called, such as `full_tensor()`."""
     place: str
@@ -27,8 +29,8 @@ class CollectiveWait:
 def deadlock(waits: Sequence[CollectiveWait | None]) -> str | None:
     """Return a sentence about a deadlock that cannot end by itself; None if there is none, or if a slow collective may still end.
 
-    All ranks must wait. Two of them wait for each other if they are at the same collective of their groups with different operations, or if
-    each has begun collectives of a group that the other one has not.
+    All ranks must wait or have ended. Two of them wait for each other if they are at the same collective of their groups with different
+    operations, or if each has begun collectives of a group that the other one has not. One that has ended will not begin what it has not.
 
     Args:
         waits: Wait of each rank, which has lasted for DEADLOCK_S; None for a rank that does not wait in a collective.
@@ -38,8 +40,9 @@ def deadlock(waits: Sequence[CollectiveWait | None]) -> str | None:
         return None
     ranks_at: dict[str, list[int]] = {}
     for rank, wait in enumerate(known):
-        ranks_at.setdefault(f"{wait.call}{f' at {wait.place}' if wait.place else ''}", []).append(rank)
-    places = [f"{_ranks(ranks)} in {place}" for place, ranks in ranks_at.items()]
+        where = f"in {wait.call}{f' at {wait.place}' if wait.place else ''}"
+        ranks_at.setdefault("at the end of the script" if wait.operation == ENDED else where, []).append(rank)
+    places = [f"{_ranks(ranks)} {place}" for place, ranks in ranks_at.items()]
     return (
         f"the workers wait for each other in different collectives: {', '.join(places)}; all workers must begin the same collectives in "
         "the same order, so move the call out of code that only some of them run"
@@ -49,6 +52,8 @@ def deadlock(waits: Sequence[CollectiveWait | None]) -> str | None:
 def _wait_for_each_other(one: CollectiveWait, other: CollectiveWait) -> bool:
     groups = one.begun.keys() | other.begun.keys()
     ahead = {one.begun.get(group, 0) - other.begun.get(group, 0) for group in groups}
+    if ENDED in (one.operation, other.operation):
+        return one.operation != other.operation and (min(ahead) < 0 if one.operation == ENDED else max(ahead) > 0)
     if ahead == {0}:
         return one.operation != other.operation
     return min(ahead) < 0 < max(ahead)

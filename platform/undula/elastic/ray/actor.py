@@ -25,7 +25,7 @@ from ray.train.v2.api.preemption import PreemptionInfo
 
 from undula.data.script.pickling import dumps
 from undula.elastic.network import node_address, use_interface
-from undula.elastic.pure.deadlock import CollectiveWait
+from undula.elastic.pure.deadlock import ENDED, CollectiveWait
 from undula.elastic.ray.gpus import refuse_unseen_gpus, reserved_device
 from undula.elastic.sockets import cut_connections, cut_sockets, listening_ports
 from undula.elastic.waits import present_wait
@@ -196,6 +196,8 @@ class ElasticWorker(RayTrainWorker):
         status.has_left = status.progress.phase == LEFT and not status.running and status.error is None
         if status.has_left:
             status.running = True  # otherwise the controller would consider the run finished
+        elif not status.running and status.error is None:
+            status.wait = CollectiveWait(ENDED, "", "")
         if status.error is None and (failure := self._state.failure):  # to shut down collectives can take seconds
             status.error = UserExceptionWithTraceback(failure, kept_traceback(failure) or "")
         status.preemption_info = None  # the policy handles notices; Ray would train until the deadline

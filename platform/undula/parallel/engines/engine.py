@@ -170,6 +170,10 @@ class Engine:
     def reshard(self) -> None:
         """Free what forward passes without a backward pass, such as those of a validation, have gathered of a sharded model."""
 
+    def changed_shards(self) -> int:
+        """Return 16 bits of a digest of what the script has called to change shards of the model or its optimizer since the last step."""
+        return 0
+
     def free_gradients(self) -> None:
         """Free all gradients, including the gradients of parameters that the optimizer does not have."""
         for parameter in self.parameters:

@@ -23,7 +23,7 @@ from undula.parallel.local_step import on_local_parts
 from undula.parallel.materialize import is_on_meta, materialize, own_layers, problem_of_meta
 from undula.parallel.precision import dtype_of
 from undula.parallel.reduce.sharded import PROBLEM_OF_SHARDS, ShardedAccumulator
-from undula.parallel.sharded_tensors import adapt_sharded_tensors
+from undula.parallel.sharded_tensors import adapt_sharded_tensors, changed_shards, forget_changes
 from undula.parallel.sharding import (
     Settles,
     has_known_results,
@@ -37,6 +37,7 @@ from undula.parallel.spec import EngineSettings
 from undula.parallel.units import units_of
 from undula.plan.plan import MicroBatch
 from undula.state.pieces import is_sharded, is_sharded_tensor
+from undula.state.values import leaves
 
 
 class ShardedEngine(Engine):
@@ -295,6 +296,10 @@ class ShardedEngine(Engine):
         is_local = is_settled and has_known_results(self.optimizer) and not has_own_step(self.optimizer)
         with on_local_parts(self.optimizer) if is_local else nullcontext():
             super().step(applies)
+        forget_changes()
+
+    def changed_shards(self) -> int:
+        return changed_shards([*self.parameters, *leaves(self.optimizer.state)])
 
 
 def _parts(module: nn.Module) -> Iterator[FSDPModule]:
