@@ -47,6 +47,7 @@ from undula.state.events import (
 from undula.state.export import export_weights
 from undula.state.figures import LOGGED, OWN_STATE, Figures, figures_of, other_figures
 from undula.state.ledger import read_ledger
+from undula.state.optimizer_state import FITS
 from undula.state.records import PARTS
 from undula.state.room import lack_of_room, size
 from undula.storage import Store, open_store
@@ -66,6 +67,11 @@ OWN_BATCH = (
     "what earlier batches have changed"
 )
 """Fix of a script whose losses depend on the number of workers."""
+OWN_SETTINGS = (
+    "all groups of the test have the same job, so this depends on the workers or the time; derive what the script gives to the run from "
+    "run.plan, run.virtual_workers or run.config"
+)
+"""Fix of a script whose settings depend on the number of workers."""
 PATIENCE = 1_000_000
 """Number of validations without an improvement after which the smoke test would stop early."""
 FOLLOW_S = 0.2
@@ -74,6 +80,8 @@ EXPORT = "export"
 """Folder of the exported weights in the run directory of the test."""
 SHOWN = (Line, WarningEvent, WaitingEvent, StorageEvent)
 """Messages that are shown beside the lines of the parts."""
+SAID = "settings_taken", "repeated_steps_differ"
+"""Warnings in whose place the test says what is wrong."""
 FRAMES = {
     "validate": r'undula/(train/validation|adapters/evaluation)\.py|undula/adapters/transformers/trainer\.py", line \d+, in evaluate',
     "checkpoint": r"undula/train/saver\.py|undula/state/checkpoint",
@@ -277,6 +285,11 @@ class SmokeTest:
         self.position = follower.position
         if failure:
             raise self._error(part, failure)
+        for event in self._events(WarningEvent):
+            if event.code == "settings_taken":
+                raise SmokeError(
+                    f"{part}: the script gives other settings than to the first group: {event.detail}; {OWN_SETTINGS}"
+                )
         return self._events(StartEvent)[0].time - began
 
     def _show(self, part: str, began: float, messages: Sequence[Message]) -> None:
@@ -296,7 +309,8 @@ class SmokeTest:
                 _print("read", rows[0]["data_s"], f"the {rows[0]['step_samples']:,} samples of the first step")
                 _print("step", _seconds(rows[-1]), f"step {len(rows)}, with a loss of {rows[-1]['loss']:.4g}")
                 _print("checkpoint", message.seconds, size(find_commits(self.store)[0][0].bytes))
-        for line in message_lines([message for message in messages if isinstance(message, SHOWN)]):
+        shown = [message for message in messages if isinstance(message, SHOWN)]
+        for line in message_lines([each for each in shown if getattr(each, "code", "") not in SAID]):
             print(line, flush=True)
 
     def _measured(self, start_s: float) -> Measured:
@@ -392,7 +406,7 @@ class SmokeTest:
         refusal, story = refusal_of(failure), whole_story(failure)
         name = self._failed_part(story) if part == "start" else part
         if refusal:
-            return type(refusal)(f"{name}: {refusal}")
+            return type(refusal)(f"{name}: {str(refusal).replace(FITS, OWN_SETTINGS)}")
         if isinstance(failure, TrainingFailedError) and "Traceback" in story:
             print(story, file=sys.stderr, flush=True)
         cause = in_short(failure).removeprefix("rank 0: ").rstrip(".")

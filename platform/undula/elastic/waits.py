@@ -13,6 +13,12 @@ from undula.parallel.collectives import begun_by_group
 from undula.parallel.reduce.exchange import await_messages, begun_transfers
 from undula.train.tracebacks import is_of_user
 
+INNER_CALLS = {
+    "redistribute_local_args": "an operation with a sharded tensor",
+    "meet_after_freezing": "step.batches() after a change of requires_grad",
+}
+"""Descriptions of what a script begins, by the name of an inner function, where that of the outer one does not tell."""
+
 
 def present_wait(thread: int | None) -> CollectiveWait | None:
     """Return the collective in which a thread of this process waits, or its exchange of gradients; None if it is in none.
@@ -46,6 +52,7 @@ def _call(frames: list[FrameType]) -> str:
     names = [frame.f_code.co_name for frame in reversed(frames)]
     if isinstance(frames[-1].f_locals.get("self"), nn.Module):
         return "a forward pass"
-    if "redistribute_local_args" in names:
-        return "an operation with a sharded tensor"
+    for name, description in INNER_CALLS.items():
+        if name in names:
+            return description
     return next((f"{name}()" for name in names if name != "wrapper" and not name.startswith("_")), "a collective")

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from undula.errors import UsageError
@@ -41,6 +42,8 @@ class ScriptGuard:
         """Number of changes in place of each parameter that torch had counted at the first batch."""
         self._trains: dict[nn.Parameter, bool] = {}
         """Whether each parameter of a whole model trains in the step."""
+        self._frozen: list[bool] | None = None
+        """Whether each parameter trained in the step before; None before the first one of the group."""
         self._forms = [_form(parameter) for parameter in engine.parameters]
         self._collectives = ScriptCollectives(lambda: engine.num_begun)
         self._step = 0
@@ -53,6 +56,15 @@ class ScriptGuard:
         self._step = index
         self._optimizers.begin_step(index)
         self._gradients.free_former()
+
+    def meet_after_freezing(self) -> None:
+        """Meet the other ranks if the script has changed which parameters train, before gradients of different sizes are exchanged.
+
+        A rank that has done so alone waits here for the others, and they for its gradients, which is found and named.
+        """
+        former, self._frozen = self._frozen, [parameter.requires_grad for parameter in self._engine.module.parameters()]
+        if former not in (None, self._frozen) and self._engine.layout.world_size > 1:
+            dist.barrier()
 
     def check_forms(self) -> None:
         """Raise UsageError if a parameter has another dtype or shape than at the beginning, which no resumed run could restore."""

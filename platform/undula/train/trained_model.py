@@ -89,6 +89,7 @@ class TrainedModel:
 
     def begin_step(self, step: OptimizerStep, work: Sequence[MicroBatch]) -> None:
         """Begin the batches of a step with the micro-batches of this rank."""
+        self.guard.meet_after_freezing()
         self.engine.begin_step(work)
         self.guard.begin_batches()
         for part in self._parts:

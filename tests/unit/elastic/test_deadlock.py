@@ -57,12 +57,15 @@ def test_the_message_names_ranks_by_call_and_line_and_few_of_them() -> None:
     assert "rank 0 in barrier() at train.py:7, rank 1 at the end of the script; all workers must" in ended
 
 
+FREEZE = "step.batches() after a change of requires_grad"
 HABITS = {
     "barrier()": "dist.barrier()",
     "full_tensor()": "next(model.parameters()).full_tensor()",
     "a forward pass": "model(torch.ones(2, 1))",
     "gather_object()": "dist.gather_object(1, [None, None])",
     "gather()": "run.gather(1)",
+    FREEZE: "next(model.parameters()).requires_grad_(False)",
+    "an operation with a sharded tensor": "model[0].weight.mean()",
     "total()": "step.total(1.0)",
     "all_reduce()": "dist.all_reduce(torch.ones(1_000_000))",
     "broadcast()": "dist.broadcast(torch.ones(1, dtype=torch.uint8), 0)",
@@ -116,11 +119,13 @@ def _stuck(rank: int, world_size: int, job: Job, habit: str, is_before: bool, fo
     [
         *((habit, True, 3) for habit in ("full_tensor()", "a forward pass", "all_reduce()")),
         *((habit, False, 3) for habit in ("full_tensor()", "gather()")),
-        *((habit, False, 0) for habit in ("barrier()", "total()")),
+        *((habit, False, 0) for habit in ("barrier()", "total()", FREEZE)),
         *at_night(
-            (habit, True, 3) for habit in HABITS if habit not in ("full_tensor()", "a forward pass", "all_reduce()")
+            (habit, True, 3)
+            for habit in HABITS
+            if habit not in ("full_tensor()", "a forward pass", "all_reduce()", FREEZE)
         ),
-        *at_night([("a forward pass", False, 3), ("gather()", False, 0)]),
+        *at_night([("a forward pass", False, 3), ("gather()", False, 0), (FREEZE, False, 3)]),
     ],
 )
 def test_a_collective_on_one_rank_alone_is_named_with_its_line(
@@ -128,7 +133,7 @@ def test_a_collective_on_one_rank_alone_is_named_with_its_line(
 ) -> None:
     """Before the update, the other rank waits in it; after it, in the next step, whose gradients unsharded models exchange pairwise."""
     job = replace(numbers_job(tmp_path), sharding=ShardingSpec(stage))
-    line = 10 if is_before else 13
+    line = 7 if habit == FREEZE else 10 if is_before else 13
     then = r"update\(\) at train.py:11" if is_before else r".* at train.py:(6|8|11)"
     for message in on_ranks(2, _stuck, job, habit, is_before, tmp_path):
         pattern = rf": rank 0 in {re.escape(habit)} at train\.py:{line}, rank 1 in {then}; all workers must"
