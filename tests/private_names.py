@@ -105,7 +105,7 @@ ALLOWED: Mapping[str, Mapping[str, str]] = {
         "train.dry_run.storages",
         "torch.utils._pytree": "adapters.gathered adapters.lightning.fit adapters.transformers.library parallel.materialize "
         "parallel.precision parallel.recompute parallel.selective parallel.sharded_tensors train.dry_run.storages "
-        "train.dry_run.unit_marks train.open_gradients",
+        "train.dry_run.units train.open_gradients",
     },
     "transformers 5.24": {
         "_clip_grad_norm": "adapters.refusals",

@@ -47,7 +47,7 @@ SATELLITES = {
         *("driver.plan_job", "driver.plan_model", "driver.plan_page", "driver.plan_reasons", "driver.plan_table"),
         *("driver.smoke", "driver.smoke_figures", "elastic.ray.gpu_memory", "plan.candidates", "plan.gpt", "plan.gpus"),
         *("plan.host_memory", "plan.memory", "plan.prices", "plan.rates", "plan.sharded_sums", "plan.sharded_time"),
-        *("plan.step_memory", "plan.step_time", "plan.unit_pass", "plan.work", "report.data.cost"),
+        *("plan.step_memory", "plan.step_time", "plan.work", "report.data.cost"),
         *("report.render.cost_text", "train.dry_run"),
     ),
     "preparation": ("cli.data", "data.prepare"),

@@ -11,7 +11,6 @@
     ├── ClusterError       a Ray cluster cannot be reached or started, or one of its nodes cannot train
     │   └── ConnectionLostError  the connection to a submitted job is lost; the job may train on
     ├── ConformanceError   a model or an optimizer does not resume exactly
-    ├── SmokeError         a part of a smoke test failed
     └── UsageError         a script uses the API wrongly or asks for something that no engine supports; the job ends at once
 
 Each message is one sentence for the user: the place (file, key or URL), the problem, and the fix.
@@ -111,12 +110,6 @@ class ConnectionLostError(ClusterError):
 
 class ConformanceError(UndulaError):
     """A training that was interrupted differs from the one that was not, for the model and the optimizer that were tested."""
-
-    status = FAILED
-
-
-class SmokeError(UndulaError):
-    """A part of a smoke test failed: the job would fail there, too."""
 
     status = FAILED
 

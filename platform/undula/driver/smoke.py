@@ -28,7 +28,7 @@ from undula.elastic.ray.capacity import alive_nodes
 from undula.elastic.ray.cluster_gpus import offers_gpus
 from undula.elastic.ray.failures import refusal_of, whole_story
 from undula.elastic.ray.failures import summary as in_short
-from undula.errors import SmokeError, StorageError, UndulaError, end_on_sigterm, one_line
+from undula.errors import FAILED, StorageError, UndulaError, end_on_sigterm, one_line
 from undula.plan.fleet import FleetSpec
 from undula.state.commit import COMMIT, find_commits
 from undula.state.directory import held
@@ -101,6 +101,12 @@ FIXES = {
     "2 workers": "correct the script, or set workers.max=1",
 }
 """What a user can do about a failure, by part."""
+
+
+class SmokeError(UndulaError):
+    """A part of a smoke test failed: the job would fail there, too."""
+
+    status = FAILED
 
 
 def smoke_job(loaded: LoadedSpec, train: TrainFunction) -> None:

@@ -11,7 +11,7 @@ CONTEXT_BYTES = 0.6 * GIB
 MARGIN = 0.06
 """Share of the estimated memory by which the allocator of torch holds more, because of the sizes of its blocks and of fragmentation."""
 
-ESTIMATE_ERROR = 0.07
+ESTIMATE_ERROR = 0.08
 """Largest error of an estimate of the memory that tensors take in a step."""
 
 

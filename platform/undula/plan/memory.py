@@ -12,8 +12,41 @@ from functools import lru_cache
 from undula.plan.plan import PlanSpec
 from undula.plan.sizes import BUCKET_BYTES
 from undula.plan.tree import Fold, assign, roots
-from undula.plan.unit_pass import Mark, UnitCount, extrapolated_marks
 from undula.plan.work import Work
+
+
+@dataclass(frozen=True)
+class SplitTensor:
+    """Parameter of a unit, which is split along its first dimension."""
+
+    rows: int
+    row_bytes: int
+    trains: bool
+    state_row_bytes: int = 0
+    """State of the optimizer that is split like the parameter, for each row."""
+
+    def rows_of_rank(self, ranks: int) -> int:
+        """Return the rows of the first rank, which has most."""
+        return -(-self.rows // ranks)
+
+
+@dataclass(frozen=True)
+class UnitCount:
+    """Parameters that are gathered at once."""
+
+    tensors: tuple[SplitTensor, ...]
+
+    def shard_bytes(self, ranks: int) -> int:
+        """Return the bytes of the parameters of a rank, which are padded to equal shards."""
+        return sum(each.rows_of_rank(ranks) * each.row_bytes for each in self.tensors)
+
+    def gradient_shard_bytes(self, ranks: int) -> int:
+        """Return the bytes of a rank's slice of the unit's gradient."""
+        return sum(each.rows_of_rank(ranks) * each.row_bytes for each in self.tensors if each.trains)
+
+    def state_bytes(self, ranks: int) -> int:
+        """Return the bytes of the optimizer's state that is split, on the first rank."""
+        return sum(each.rows_of_rank(ranks) * each.state_row_bytes for each in self.tensors)
 
 
 @dataclass(frozen=True)
@@ -40,7 +73,7 @@ class StateCount:
     snapshot_bytes: int = 0
     """What a snapshot copies: tensors of the model, the optimizer and the run, each under all of its names."""
     units: tuple[UnitCount, ...] = ()
-    """Parameters by unit, if the model is to be sharded: first those outside of units."""
+    """Parameters by unit, if the model is to be sharded: first those outside of units, which are one more unit."""
 
     @property
     def bucket_bytes(self) -> int:
@@ -100,8 +133,6 @@ class PassCount:
     """Peak of the backward pass of a later micro-batch, beside the gradient."""
     work: Work
     """What both passes compute."""
-    marks: tuple[Mark, ...] = ()
-    """Where units begin and end in the passes of a first micro-batch, if the model is to be sharded."""
     gathered_share: float = 1.0
     """Bytes of a gathered parameter, relative to its own."""
 
@@ -112,13 +143,12 @@ def extrapolated(one: PassCount, other: PassCount, samples: int) -> PassCount:
     values = {
         field.name: max(round(before + share * (after - before)), 0)
         for field in fields(PassCount)
-        if field.name not in ("work", "marks", "gathered_share")
+        if field.name not in ("work", "gathered_share")
         for before, after in [(getattr(one, field.name), getattr(other, field.name))]
     }
     work = one.work * (1 - share) + other.work * share
-    marks = extrapolated_marks(one.marks, other.marks, share)
     work = Work(*(max(term, 0.0) for term in work.terms))
-    return PassCount(**values, work=work, marks=marks, gathered_share=one.gathered_share)
+    return PassCount(**values, work=work, gathered_share=one.gathered_share)
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,22 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from undula.plan.tree import Fold, assign, roots
-from undula.plan.unit_pass import PassSums
+
+
+@dataclass(frozen=True)
+class PassSums:
+    """Sums of gradients that a rank holds in a pass, each in relation to the padded gradient of a unit."""
+
+    before: float
+    """Sums that are held until the backward pass of the unit has ended."""
+    after: float
+    """Sums that are held afterwards."""
+    taken: float = 0.0
+    """Most that is held beside these while the gradient of a unit is taken, without the gradient itself."""
+    waiting: float = 0.0
+    """Sums that are held in the forward pass beside those of `before`."""
+    keeps_flat: bool = False
+    """Whether the gradient of the unit is part of `after`, without a copy."""
 
 
 @dataclass(frozen=True)

@@ -29,10 +29,9 @@ from undula.parallel.spec import ActivationsSpec
 from undula.plan.candidates import Candidate, Offer
 from undula.plan.gpus import GPUS
 from undula.plan.host_memory import DataCount
-from undula.plan.memory import Parts, PassCount, StateCount
+from undula.plan.memory import Parts, PassCount, SplitTensor, StateCount, UnitCount
 from undula.plan.plan import Plan, PlanSpec
 from undula.plan.step_time import StepSeconds
-from undula.plan.unit_pass import Mark, SplitTensor, UnitCount
 from undula.plan.work import Work
 from undula.state.processes import is_alive
 from undula.storage import Store
@@ -90,13 +89,7 @@ def test_a_plan_in_which_nothing_fits_names_the_stage_of_sharding_that_does(monk
     size = 352 * 2**20
     units = (UnitCount(()), *[UnitCount((SplitTensor(352, 2**20, trains=True, state_row_bytes=2**21),))] * 16)
     whole = StateCount(0, 0, 16 * size, 0, 0, 16 * size, size, 32 * size, 0, 0)
-    begun = [Mark(unit, kind, False, 0, 0) for unit in range(1, 17) for kind in ("forward", "forward end")]
-    ended = [
-        Mark(unit, kind, True, gradient, gradient, gradient)
-        for unit in range(16, 0, -1)
-        for kind, gradient in (("backward", 0), ("backward end", size))
-    ]
-    passes = {own: PassCount(1, 0, 0, 0, 0, 0, Work(1.0, 1.0, 1.0), (*begun, *ended))}  # type: ignore[arg-type]
+    passes = {own: PassCount(1, 0, 0, 0, 0, 0, Work(1.0, 1.0, 1.0))}
     asked: list[str] = []
 
     def counted_by_script(script: Path, job: Path, overrides: Sequence[str], **others: Any) -> JobCount:

@@ -34,7 +34,7 @@ from undula.train.boundary import StepBoundary
 from undula.train.dry_run.fakes import FakeRows, make_fake, put_back
 from undula.train.dry_run.rehearsal import LocalSession, RehearsalLoop
 from undula.train.dry_run.storages import LiveStorages, WithoutAttentionDropout, storage_bytes
-from undula.train.dry_run.unit_marks import UnitMarks, uncounted_sharding
+from undula.train.dry_run.units import CountedUnits, uncounted_sharding
 from undula.train.job import Job
 from undula.train.loop import TrainingLoop
 from undula.train.measurement import StepMeasurement, StepPhases
@@ -108,8 +108,8 @@ class CountingSession(LocalSession):
         self._live = LiveStorages()
         self._loop: CountingLoop | None = None
         self._data = NO_DATA
-        self._marks: UnitMarks | None = None
-        """Marks of the units, if the model is to be sharded."""
+        self._units: CountedUnits | None = None
+        """Units of the model, if it is to be sharded."""
         if not job.data.is_of_script:
             self._enter_modes()
 
@@ -168,9 +168,9 @@ class CountingSession(LocalSession):
         self._placed(storage_bytes(tensors))
         job = replace(self.job, activations=ActivationsSpec(), precision=FP32)
         if sharding.stage:
-            self._marks = UnitMarks(module, units, self._live)
-            self._stack.callback(self._marks.remove)
-        give = self._marks.give_gradients if self._marks else _give_nothing
+            self._units = CountedUnits(module, units)
+            self._stack.callback(self._units.remove)
+        give = self._units.give_gradients if self._units else _give_nothing
         return place_model(
             module,
             job,
@@ -182,7 +182,7 @@ class CountingSession(LocalSession):
     def loop(
         self, parts: ScriptParts, validate: ValidationFunction | None, after_step: AfterStep | None
     ) -> TrainingLoop:
-        self._loop = CountingLoop(self, parts, self._settings, self._live, self._fakes, self._marks)
+        self._loop = CountingLoop(self, parts, self._settings, self._live, self._fakes, self._units)
         return self._loop
 
 
@@ -231,7 +231,7 @@ class CountingLoop(RehearsalLoop):
         settings: Settings of the steps.
         live: Counter of the storages.
         fakes: Mode of the fake tensors; None if tensors are real.
-        marks: Marks of the units, if the model is to be sharded.
+        units: Units of the model, if it is to be sharded.
 
     Attributes:
         passes: What was counted of the micro-batches, by setting.
@@ -247,11 +247,11 @@ class CountingLoop(RehearsalLoop):
         settings: Sequence[Setting],
         live: LiveStorages,
         fakes: FakeTensorMode | None,
-        marks: UnitMarks | None,
+        units: CountedUnits | None,
     ):
         super().__init__(session.setup, parts)
         setup = session.setup
-        self._marks, self._gathers_16_bits = marks, session.job.sharding.gather == "compute"
+        self._units, self._gathers_16_bits = units, session.job.sharding.gather == "compute"
         self.boundary = self._own_boundary = _NoBoundary(setup, self.model, parts.state, self.attempt, self.saver)
         self._settings, self._live, self._fakes = settings, live, fakes
         self.passes: dict[Setting, PassCount] = {}
@@ -295,7 +295,7 @@ class CountingLoop(RehearsalLoop):
             self.begun = setting
             with self._applied(setting):
                 step = _CountedStep(
-                    self._live, self._marks, setup, self.model, self._batches, self.boundary, self._phases, 0
+                    self._live, self._units, setup, self.model, self._batches, self.boundary, self._phases, 0
                 )
                 yield step
             self.passes[setting] = step.counted
@@ -304,11 +304,11 @@ class CountingLoop(RehearsalLoop):
     @contextmanager
     def _applied(self, setting: Setting) -> Iterator[None]:
         """Let the model keep activations and compute as a setting says."""
-        engine, marks = self.model.engine, self._marks
-        undo = keep_activations(engine.module, setting.activations, marks is not None)
+        engine, units = self.model.engine, self._units
+        undo = keep_activations(engine.module, setting.activations, units is not None)
         dtype, autocast = dtype_of(setting.compute), None
-        if marks and self._gathers_16_bits:
-            marks.gather_in(dtype)
+        if units and self._gathers_16_bits:
+            units.gather_in(dtype)
         elif dtype:
             autocast = Autocast(engine.module, self._setup.layout.device, dtype)
         try:
@@ -331,7 +331,7 @@ class CountingLoop(RehearsalLoop):
             update_bytes=self._live.peak - self._live.bytes,
             update_moved_bytes=int(self._live.work.moved_bytes),
             snapshot_bytes=self._snapshot_bytes(),
-            units=self._marks.units_with(optimizer.state) if self._marks else (),
+            units=self._units.with_state(optimizer.state) if self._units else (),
         )
 
     def _snapshot_bytes(self) -> int:
@@ -370,9 +370,9 @@ class _NoBoundary(StepBoundary):
 class _CountedStep(Step):
     """Step that counts the passes of its two micro-batches."""
 
-    def __init__(self, live: LiveStorages, marks: UnitMarks | None, *args: Any) -> None:
+    def __init__(self, live: LiveStorages, units: CountedUnits | None, *args: Any) -> None:
         super().__init__(*args)
-        self._live, self._marks = live, marks
+        self._live, self._units = live, units
         self._counted: list[PassCount] = []
 
     @property
@@ -386,17 +386,15 @@ class _CountedStep(Step):
             assert self.micro_batch is not None
             self._samples, self._batch_bytes = self.micro_batch.samples, storage_bytes([*tensors_of(batch)])
             self._live.begin_with_next()
-            if self._marks:
-                self._marks.begin()
             yield batch
 
     def backward(self, loss: Tensor, share: float | None = None) -> None:
         live, before = self._live, self._live.before
         saved, forward, live.peak = live.bytes - before, live.peak - before, live.bytes
-        if self._marks:
-            self._marks.in_backward = True
         super().backward(loss, share)
         backward = live.peak - before
+        if self._units:
+            self._units.end_pass()
         self._counted.append(
             PassCount(
                 self._samples,
@@ -406,7 +404,6 @@ class _CountedStep(Step):
                 backward,
                 backward,
                 live.work,
-                self._marks.end() if self._marks else (),
-                self._marks.gathered_share if self._marks else 1.0,
+                self._units.gathered_share if self._units else 1.0,
             )
         )

@@ -39,7 +39,6 @@ class LiveStorages(TorchDispatchMode):  # type: ignore[no-untyped-call]
         bytes: Bytes that are alive now.
         before: Bytes that were alive at `begin`.
         peak: Most bytes that were alive since `begin`.
-        part_peak: Most bytes that were alive since it was last set to those that are alive.
         work: What operations since `begin` compute.
         has_whole_attention: Whether torch had no kernel for an attention and has made all of its weights, as with a mask that trains. GPUs
             have more kernels.
@@ -47,7 +46,7 @@ class LiveStorages(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.bytes = self.peak = self.part_peak = 0
+        self.bytes = self.peak = 0
         self.work = Work()
         self.has_whole_attention = False
         self.before = 0
@@ -57,17 +56,12 @@ class LiveStorages(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def begin(self) -> None:
         """Begin to count anew, except for what is alive."""
         self._begins = False
-        self.before = self.peak = self.part_peak = self.bytes
+        self.before = self.peak = self.bytes
         self.work = Work()
 
     def begin_with_next(self) -> None:
         """Begin to count anew with the next operation, when the script has freed what it replaces."""
         self._begins = True
-
-    def begin_if_due(self) -> None:
-        """Begin to count anew, if the next operation would do so."""
-        if self._begins:
-            self.begin()
 
     def add(self, tensor: Tensor) -> None:
         """Count the storage of a tensor, unless it is counted already or has no memory in a run either."""
@@ -85,7 +79,6 @@ class LiveStorages(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._alive[key] = weakref.ref(storage, free)
         self.bytes += size
         self.peak = max(self.peak, self.bytes)
-        self.part_peak = max(self.part_peak, self.bytes)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if (
@@ -94,7 +87,8 @@ class LiveStorages(TorchDispatchMode):  # type: ignore[no-untyped-call]
             and args[0].is_floating_point()
         ):
             return 1.0
-        self.begin_if_due()
+        if self._begins:
+            self.begin()
         if func.overloadpacket in WITHOUT_SIZES and any(isinstance(leaf, FakeTensor) for leaf in args):
             raise UnknownSizeError(f"a fake tensor of {func} has another size than a real one")
         result = func(*args, **(kwargs or {}))
