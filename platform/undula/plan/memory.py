@@ -257,18 +257,3 @@ def moments_of_whole(
             yield "backward pass", at(held.kept + waiting, 1, saved, passes.later_bytes)
     yield "reduction", at(held.kept, 1, 0, state.bucket_bytes if held.kept else 0)
     yield "update", at(held.kept, 1, 0, state.update_bytes)
-
-
-def zero_bytes(parameters: float, ranks: int, stage: int, each: tuple[float, float, float]) -> float:
-    """Return the bytes of the states that each rank holds with the stages of ZeRO (Rajbhandari et al. 2020, arXiv:1910.02054, section 3).
-
-    Args:
-        parameters: Number of parameters.
-        ranks: Number of ranks among which states are sharded.
-        stage: 0 if nothing is sharded; from 1 on the state of the optimizer, from 2 on also gradients, with 3 also parameters.
-        each: Bytes per parameter of the parameter, its gradient, and its state of the optimizer. With Adam these are 4, 4 and 8 in fp32,
-            and 2, 2 and 12 if parameters are computed in 16 bits and the optimizer has a copy in fp32.
-    """
-    parameter, gradient, optimizer = each
-    shards = [ranks if stage >= level else 1 for level in (3, 2, 1)]
-    return parameters * sum(size / count for size, count in zip((parameter, gradient, optimizer), shards, strict=True))

@@ -12,12 +12,10 @@ from undula.plan.memory import (
     StateCount,
     extrapolated,
     held_gradients,
-    zero_bytes,
 )
 from undula.plan.step_memory import moments, peak
 from undula.plan.work import Work
 
-MIXED, FP32 = (2.0, 2.0, 12.0), (4.0, 4.0, 8.0)
 STATE = StateCount(
     parameters=1000,
     trainable=1000,
@@ -39,21 +37,6 @@ PASSES = PassCount(
     later_bytes=11_500,
     work=Work(flops=10, moved_bytes=10, operations=5),
 )
-
-
-@pytest.mark.parametrize(
-    ("each", "gigabytes"), [(MIXED, [112, 38.5, 26.25, 14]), (FP32, [112, 63, 38.5, 14])], ids=["mixed", "fp32"]
-)
-def test_the_stages_of_zero_have_the_figures_of_its_authors(
-    each: tuple[float, float, float], gigabytes: list[float]
-) -> None:
-    """7 B parameters on 8 ranks, with Adam."""
-    assert [zero_bytes(7e9, 8, stage, each) / 1e9 for stage in range(4)] == gigabytes
-
-
-def test_large_models_have_the_figures_of_zeros_authors() -> None:
-    assert zero_bytes(175e9, 1, 0, MIXED) / 1e9 == 2800
-    assert zero_bytes(175e9, 64, 3, MIXED) / 1e9 == 43.75
 
 
 @pytest.mark.parametrize(("virtual_workers", "most"), [(1, 1), (2, 2), (4, 3), (8, 4), (16, 5)])
