@@ -10,11 +10,12 @@ import torch.distributed as dist
 from feature_scripts import Loop
 from torch import Tensor, nn
 
+from undula import extensions
 from undula.parallel.layout import Layout
 from undula.state.pieces import Rows, is_sharded_tensor, piece_of
 from undula.train.job import Job
 from undula.train.run import Run
-from undula.train.step_part import StepPart, Update
+from undula.train.step_part import GROUP, StepPart, Update
 
 Part = TypeVar("Part", bound=StepPart)
 
@@ -85,6 +86,8 @@ def adding(name: str, make: Callable[..., Part]) -> Iterator[list[Part]]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("undula.train.trained_model.added_parts", parts)
+        of_others = extensions.names
+        patch.setattr(extensions, "names", lambda group, own: [name] if group == GROUP else of_others(group, own))
         yield made
 
 

@@ -63,7 +63,7 @@ BUDGETS = {
     "convert": 710,
     "core": 26335,
     "horovod": 405,
-    "lab": 2740,
+    "lab": 2750,
     "operations": 1655,
     "optimizers": 230,
     "pages": 1560,

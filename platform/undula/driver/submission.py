@@ -12,7 +12,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -191,7 +191,7 @@ def cluster_of(launcher: str, loaded: LoadedSpec) -> Iterator[str]:
     """Start a cluster for a job with a launcher, and yield the URL of its job API.
 
     Raises:
-        SpecError: There is no launcher of that name.
+        SpecError: There is no launcher of that name, or it is none.
     """
     if (launch := extensions.load(LAUNCHERS, {}, launcher)) is None:
         known = ", ".join(extensions.names(LAUNCHERS, {})) or "none"
@@ -199,7 +199,12 @@ def cluster_of(launcher: str, loaded: LoadedSpec) -> Iterator[str]:
             f"command line: --launcher is {launcher!r}, and the installed launchers are: {known}; correct the name, or install the "
             "package that adds it"
         )
-    with launch(loaded) as dashboard:
+    cluster = launch(loaded)
+    if not isinstance(cluster, AbstractContextManager):
+        raise SpecError(
+            f"{launcher!r} of {LAUNCHERS} returned no context manager; decorate it with contextlib.contextmanager"
+        )
+    with cluster as dashboard:
         yield dashboard
 
 

@@ -26,7 +26,7 @@ from tempfile import TemporaryDirectory
 from typing import Literal, get_args
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from undula.config.job import LoadedSpec, load_spec
 from undula.driver.preflight import Examined, check_job, check_model, examine
@@ -34,12 +34,11 @@ from undula.driver.record import job_of
 from undula.errors import ConformanceError, UndulaError
 from undula.state.commit import find_commits
 from undula.state.figures import LOGGED, OWN_STATE, Figures, figures_of, other_figures
-from undula.state.model_state import bare_module
 from undula.storage import open_store
-from undula.testing.records import Comparison, Record, Recorder, first_difference, record_of
-from undula.testing.watched import GroupEnded, Train, Watched
+from undula.testing.records import Comparison, Record, Recorder, first_difference
+from undula.testing.watched import GroupEnded, Train, Watched, WatchedRun
 from undula.train.job import Job
-from undula.train.plain_loop import RecordedStep, first_gap, parameters_of, train_plainly
+from undula.train.plain_loop import RecordedStep, first_gap, train_plainly
 from undula.train.single_process import SingleProcess, local_device
 
 SETTINGS = (
@@ -317,12 +316,12 @@ def _train_here(watched: Watched, job: Job, until: int | None = None, saves: boo
     """
     last: dict[str, Tensor] = {}
 
-    def visit(done: int, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    def visit(done: int, run: WatchedRun) -> None:
         if watched.visit is not None:
-            watched.visit(done, model, optimizer)
+            watched.visit(done, run)
         if until == done + 1:
             process.leave(saves)
-        last.update(parameters_of(bare_module(model)))
+        last.update(run.parameters())
 
     process = SingleProcess(replace(watched, visit=visit), job, lambda message: None)
     process()
@@ -386,13 +385,13 @@ def _rank(
     torch.set_num_threads(1)
     last: dict[str, tuple[str, bytes]] = {}
 
-    def visit(done: int, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    def visit(done: int, run: WatchedRun) -> None:
         if done == group.until and rank == group.victim:
             signal.raise_signal(signal.SIGKILL)
         if group.leaves and group.until == done + 1:
             process.leave(group.saves)
         last.clear()
-        last.update(record_of(model, optimizer, is_whole=True))
+        last.update(run.record(is_whole=True))
 
     # The same kind of device in all groups, because other kinds compute other bits.
     device = device or local_device(rank, MOST_RANKS)

@@ -3,11 +3,12 @@
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
+from undula import extensions
 from undula.errors import ConformanceError
 from undula.state.model_state import MODEL, OPTIMIZER, bare_module, model_and_optimizer_state
 from undula.state.pieces import RankState, is_sharded_tensor
@@ -53,9 +54,22 @@ def record_of_copy(state: RankState) -> Record:
     return {name: _leaf(value) for name, value in state.whole().items() if _is_stored(name)}
 
 
+def record_of_parts(state: RankState) -> Record:
+    """A record of what parts of the step of other packages have in a copy of the state; of tensors, those that this rank has whole."""
+    added = tuple(f"{name}." for name in extensions.names("undula.parts", {}))
+    tensors = {name: piece.tensor for name, piece in state.pieces.items() if piece.is_whole}
+    return {name: _leaf(value) for name, value in {**tensors, **state.values}.items() if name.startswith(added)}
+
+
 def stored_part(record: Record) -> Record:
     """The part of a record that copies of the state have."""
     return {name: leaf for name, leaf in record.items() if _is_stored(name)}
+
+
+class Recorded(Protocol):
+    """A run whose state is recorded at its step boundaries."""
+
+    def record(self) -> Record: ...
 
 
 @dataclass(frozen=True)
@@ -64,8 +78,8 @@ class Recorder:
 
     boundaries: dict[int, Record]
 
-    def __call__(self, done: int, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        self.boundaries[done] = record_of(model, optimizer)
+    def __call__(self, done: int, run: Recorded) -> None:
+        self.boundaries[done] = run.record()
 
 
 @dataclass(frozen=True)
@@ -76,8 +90,8 @@ class Comparison:
     run: str
     """The run, for messages."""
 
-    def __call__(self, done: int, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        if difference := first_difference(record_of(model, optimizer), self.boundaries[done]):
+    def __call__(self, done: int, run: Recorded) -> None:
+        if difference := first_difference(run.record(), self.boundaries[done]):
             raise ConformanceError(f"{difference} after {done} steps of {self.run}")
 
 

@@ -6,20 +6,21 @@ from functools import partial
 from typing import Any, TypeAlias
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 
 from undula.errors import ConformanceError
-from undula.testing.records import first_difference, record_of, record_of_copy, stored_part
-from undula.train.plain_loop import RecordedStep, copied
+from undula.state.model_state import bare_module
+from undula.testing.records import Record, first_difference, record_of, record_of_copy, record_of_parts, stored_part
+from undula.train.plain_loop import RecordedStep, copied, parameters_of
 from undula.train.run import Run
 from undula.train.script_state import AfterStep
 from undula.train.step import Step
 from undula.train.validation import ValidationFunction
 
 Train: TypeAlias = Callable[[Run], None]
-Visit: TypeAlias = Callable[[int, nn.Module, torch.optim.Optimizer], None]
-"""Called with the number of steps done, the model and the optimizer."""
+Visit: TypeAlias = Callable[[int, "WatchedRun"], None]
+"""Called with the number of steps done, and the run."""
 
 
 class GroupEnded(BaseException):
@@ -93,13 +94,24 @@ class WatchedRun:
 
         return validate and recorded_validate, after_step and recorded_after_step
 
+    def parameters(self) -> dict[str, Tensor]:
+        """Return the parameters of the model."""
+        return parameters_of(bare_module(self._model))
+
+    def record(self, is_whole: bool = False) -> Record:
+        """Return a record of the state of this rank. With `is_whole`, all ranks must call this, to gather what they have in shards."""
+        return {**record_of(self._model, self._optimizer, is_whole), **self._of_parts}
+
     def _visit(self, done: int) -> None:
         if self._by.visit is None:
             return
-        self._by.visit(done, self._model, self._optimizer)
-        live = stored_part(record_of(self._model, self._optimizer))
-        for purpose, copy in self._run.copies().items():
-            if difference := first_difference(record_of_copy(copy), live):
+        copies = self._run.copies()
+        of_parts = {purpose: record_of_parts(copy) for purpose, copy in copies.items()}
+        self._of_parts = next(iter(of_parts.values()))
+        self._by.visit(done, self)
+        live = {**stored_part(record_of(self._model, self._optimizer)), **self._of_parts}
+        for purpose, copy in copies.items():
+            if difference := first_difference({**record_of_copy(copy), **of_parts[purpose]}, live):
                 raise ConformanceError(f"{difference} in {purpose}, after {done} steps")
 
     def _batches(self, step: Step, batches: Callable[[], Iterator[Any]]) -> Iterator[Any]:

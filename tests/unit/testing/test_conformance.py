@@ -1,16 +1,20 @@
 """The conformance suite: every model and optimizer resumes exactly or is refused, and a run that does not resume exactly is found."""
 
+from collections.abc import Mapping
 from contextlib import nullcontext
+from typing import Any
 
 import pytest
 import torch
 from conformance_cases import ALL, MODELS, OVERFLOWING, REFUSED, UNSOUND, UNSOUND_ON_THE_SECOND_RANK, write_job
 from conformance_scripts import HELD, Holding
+from example_parts import Average, adding
 from night import at_night
 from ranks import forks
 
 from undula.errors import ConformanceError, SpecError, UsageError
 from undula.testing.conformance import PARTS, Part, check, check_on_ranks
+from undula.train.step_part import Update
 
 STEPS = ("plan.max_steps=4",)
 HALF = "bf16 parameters"
@@ -50,6 +54,27 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.mark.parametrize("name", [*WHOLE, *at_night(name for name in MODELS if name not in WHOLE)])
 def test_a_run_resumes_exactly_and_trains_as_a_plain_loop(name: str, job: str) -> None:
     check(MODELS[name], job, *STEPS)
+
+
+class Forgetful(Average):
+    """Part whose count begins anew in each group."""
+
+    def updated(self, update: Update) -> dict[str, float]:
+        super().updated(update)
+        return {}
+
+    def restore(self, values: Mapping[str, Any]) -> None:
+        """Forget what the state has."""
+
+
+def test_a_part_of_the_step_that_forgets_its_state_is_found(job: str) -> None:
+    for part, error in (
+        (Average, None),
+        (Forgetful, r"average\.num_steps has other bits after \d steps of a run that was"),
+    ):
+        expected = pytest.raises(ConformanceError, match=error) if error else nullcontext()
+        with adding("average", part), expected:
+            check(MODELS["plain"], job, "plan.max_steps=3", parts=("resume",))
 
 
 @pytest.mark.parametrize("name", RESUMED)
