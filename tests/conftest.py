@@ -23,8 +23,8 @@ from small_text import write_text
 
 from undula.cluster.local import LocalCluster
 from undula.masking import values as masks
-from undula.storage.etags import forget_forms
 from undula.storage.s3 import forget_clients
+from undula.storage.s3_requests import forget_forms
 
 pytest_plugins = ["shared_clusters", "browser_kit"]
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # otherwise, hundreds of processes would compile the same modules

@@ -60,8 +60,8 @@ from undula.state.model_state import names_in_state
 from undula.state.spec import CheckpointSpec
 from undula.storage import Store
 from undula.train import loss_scale, micro_batches
-from undula.train.device_batches import DeviceBatches
 from undula.train.job import Job
+from undula.train.micro_batches import DeviceBatches
 
 SCALE_INTERVAL = 3
 """Number of steps without an overflow after which the loss scale grows."""

@@ -33,7 +33,7 @@ from undula.recovery.moves import Part, packed_parts
 from undula.recovery.offers import Described, Offer, described
 from undula.recovery.restore import Restorer
 from undula.recovery.worker_state import HeldState, LeaveGroup, Request, WorkerState
-from undula.state.boxes import elements, without
+from undula.state.pieces import elements, without
 from undula.state.processes import send_signal
 from undula.state.spec import CheckpointSpec
 from undula.train import loss_scale

@@ -44,7 +44,7 @@ ALLOWED: Mapping[str, Mapping[str, str]] = {
     "torch 2.13": {
         "_amp_foreach_non_finite_check_and_unscale_": "train.open_gradients",
         "_buffers": "parallel.recompute state.model_state testing.records train.beside",
-        "_cdata": "parallel.host_memory parallel.materialize parallel.reduce.sharded parallel.sharded_tensors parallel.sharding "
+        "_cdata": "parallel.activations parallel.materialize parallel.reduce.sharded parallel.sharded_tensors parallel.sharding "
         "train.dry_run.storages",
         "_check_input_dim": "parallel.batch_norm",
         "_checkpoint_wrapped_module": "state.model_state",
@@ -62,7 +62,7 @@ ALLOWED: Mapping[str, Mapping[str, str]] = {
         "_get_backend": "parallel.collectives parallel.layout",
         "_get_fsdp_state": "parallel.reduce.unit",
         "_get_sequence_number_for_group": "parallel.collectives",
-        "_grouped_mm": "parallel.selective",
+        "_grouped_mm": "parallel.activations",
         "_local_tensor": "parallel.sharded_tensors recovery.fingerprint",
         "_modules": "parallel.parameters",
         "_mp_policy": "parallel.reduce.unit",
@@ -73,19 +73,19 @@ ALLOWED: Mapping[str, Mapping[str, str]] = {
         "_orig_mod": "state.model_state",
         "_parameters": "parallel.parameters parallel.reduce.sharded parallel.reduce.unit",
         "_post_accumulate_grad_hooks": "train.open_gradients parallel.sharding",
-        "_scaled_dot_product_cudnn_attention": "parallel.selective",
-        "_scaled_dot_product_efficient_attention": "parallel.selective",
-        "_scaled_dot_product_flash_attention": "parallel.selective",
-        "_scaled_dot_product_flash_attention_for_cpu": "parallel.selective",
-        "_scaled_mm": "parallel.selective",
-        "_schema": "parallel.materialize parallel.selective parallel.sharded_tensors",
+        "_scaled_dot_product_cudnn_attention": "parallel.activations",
+        "_scaled_dot_product_efficient_attention": "parallel.activations",
+        "_scaled_dot_product_flash_attention": "parallel.activations",
+        "_scaled_dot_product_flash_attention_for_cpu": "parallel.activations",
+        "_scaled_mm": "parallel.activations",
+        "_schema": "parallel.materialize parallel.activations parallel.sharded_tensors",
         "_step_count": "adapters.accelerate.prepared",
         "_timeout": "parallel.layout",
         "_values": "parallel.precision",
         "_wrapped_by_lr_sched": "parallel.sharding",
-        "_version": "parallel.host_memory parallel.recompute parallel.reduce.sharded parallel.selective "
-        "train.beside train.open_gradients train.script_guard train.whole_weights",
-        "torch._C": "cluster.worker_check elastic.ray.backend parallel.selective train.open_gradients train.single_process",
+        "_version": "parallel.activations parallel.recompute parallel.reduce.sharded train.beside train.open_gradients "
+        "train.script_guard train.whole_weights",
+        "torch._C": "cluster.worker_check elastic.ray.backend parallel.activations train.open_gradients train.single_process",
         "torch._amp_foreach_non_finite_check_and_unscale_": "parallel.precision",
         "torch._dynamo": "cluster.forking.server parallel.compile testing.conformance train.model",
         "torch._inductor": "parallel.compile",
@@ -101,11 +101,11 @@ ALLOWED: Mapping[str, Mapping[str, str]] = {
         "torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward": "train.dry_run.storages",
         "torch.ops.aten._foreach_norm": "parallel.sharded_tensors",
         "torch.ops.aten._local_scalar_dense": "parallel.sharded_tensors train.dry_run.storages",
-        "torch.utils._python_dispatch": "parallel.materialize parallel.selective train.dry_run.count train.dry_run.fakes "
+        "torch.utils._python_dispatch": "parallel.materialize parallel.activations train.dry_run.count train.dry_run.fakes "
         "train.dry_run.storages",
         "torch.utils._pytree": "adapters.gathered adapters.lightning.fit adapters.transformers.library parallel.materialize "
-        "parallel.precision parallel.recompute parallel.selective parallel.sharded_tensors train.dry_run.storages "
-        "train.dry_run.units train.open_gradients",
+        "parallel.precision parallel.recompute parallel.activations parallel.sharded_tensors train.dry_run.storages train.dry_run.units "
+        "train.open_gradients",
     },
     "transformers 5.24": {
         "_clip_grad_norm": "adapters.refusals",

@@ -15,8 +15,8 @@ from undula.report.data.certificate import certify, data_of
 from undula.report.data.run_record import read_run
 from undula.state.ledger_files import file_names
 from undula.storage import Store
-from undula.storage.etags import forget_forms
 from undula.storage.s3 import forget_clients
+from undula.storage.s3_requests import forget_forms
 from undula.testing.nodes import Nodes, nodes
 
 OFTEN = """

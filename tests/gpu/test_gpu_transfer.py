@@ -5,7 +5,7 @@ import torch
 
 from undula.data.reader import Samples
 from undula.plan.plan import MicroBatch
-from undula.train.device_batches import DeviceBatches
+from undula.train.micro_batches import DeviceBatches
 
 ROWS = 2**16
 

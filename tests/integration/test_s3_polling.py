@@ -25,12 +25,12 @@ from undula.data.prepare.write import write_shards
 from undula.data.spec import DataSpec
 from undula.data.stored.mixture import load_data
 from undula.plan.plan import Plan, PlanSpec
-from undula.state import ledger, ledger_compaction
+from undula.state import ledger
 from undula.state.ledger_files import file_names
 from undula.state.spec import CheckpointSpec
 from undula.storage import Store, open_store
-from undula.storage.etags import forget_forms
 from undula.storage.s3 import forget_clients
+from undula.storage.s3_requests import forget_forms
 from undula.train.job import Job
 from undula.train.run import Run
 from undula.train.single_process import SingleProcess
@@ -71,7 +71,7 @@ def train(job: Job, env: dict[str, str]) -> None:
     os.environ.update(env)
     torch.set_num_threads(1)
     ledger.FLUSH_INTERVAL_S = 0.02
-    ledger_compaction.FILES_PER_TIER = ledger.FILES_PER_TIER = 4
+    ledger.FILES_PER_TIER = 4
 
     def loop(run: Run) -> None:
         model = run.model(nn.Linear(1, 1))

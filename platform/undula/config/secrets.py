@@ -11,8 +11,7 @@ from typing import Any
 
 import yaml
 
-from undula.masking.names import is_secret
-from undula.masking.shapes import secrets_in
+from undula.masking.shapes import is_secret, secrets_in
 from undula.masking.values import holds_declared
 
 ROUNDS = 20_000

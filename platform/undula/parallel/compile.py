@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from undula.errors import UsageError
+from undula.parallel.activations import Replacement, call_all, replace_forward
 from undula.parallel.recompute import Forward
-from undula.parallel.replaced import Replacement, call_all, replace_forward
 from undula.parallel.spec import ActivationsSpec
 from undula.parallel.units import units_of
 from undula.state.pieces import is_sharded

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from math import ceil
 
 from undula.plan.gpus import GIB
-from undula.plan.sizes import UPDATES
+from undula.plan.tree import UPDATES
 
 WORKER_BYTES = 0.7 * GIB
 """Memory of a worker's process: with torch and Ray, but without the libraries of CUDA, which no measurement here has."""

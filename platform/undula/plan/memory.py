@@ -10,8 +10,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from functools import lru_cache
 
 from undula.plan.plan import PlanSpec
-from undula.plan.sizes import BUCKET_BYTES
-from undula.plan.tree import Fold, assign, roots
+from undula.plan.tree import BUCKET_BYTES, Fold, assign, roots
 from undula.plan.work import Work
 
 

@@ -6,8 +6,7 @@ from math import ceil
 from undula.plan.memory import Division, PassCount, StateCount
 from undula.plan.scaling import Link
 from undula.plan.sharded_time import copied_bytes, exchange_s
-from undula.plan.sizes import BUCKET_BYTES
-from undula.plan.tree import assign
+from undula.plan.tree import BUCKET_BYTES, assign
 from undula.plan.work import DeviceRates
 
 BACKWARD_SHARE = 2 / 3

@@ -4,11 +4,19 @@ Floating-point addition is not associative, so a sum has the same bits for any n
 The order here is a binary tree over the virtual workers. A rank adds up what it can along the tree: its contiguous range of virtual workers
 consists of a few largest subtrees, whose sums are the *roots* of the rank. The ranks exchange their roots, and each adds these up along the
 rest of the tree.
+
+Also here: sizes of what training keeps, which whoever reckons its memory needs as well.
 """
 
 from collections.abc import Callable, Mapping
 from functools import lru_cache
 from typing import Generic, TypeVar
+
+BUCKET_BYTES = 25 * 2**20
+"""Maximum size of a bucket of gradients of several parameters."""
+UPDATES = 4
+"""Number of updates that workers of a sharded model keep beside their snapshots, if the job does not set how often these are taken."""
+
 
 T = TypeVar("T")
 Node = tuple[int, int]

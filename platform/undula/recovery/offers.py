@@ -9,13 +9,11 @@ from typing import TypeAlias
 import torch
 
 from undula.recovery.baseline import LATER, UPDATED, Work
-from undula.recovery.replay import BEFORE, can_replay, replayed, replayed_holding
-from undula.recovery.script_place import ScriptPlace
 from undula.recovery.snapshot import NEVER, Age, Snapshot
+from undula.recovery.update_log import BEFORE, ScriptPlace, can_replay, replayed, replayed_holding
 from undula.recovery.worker_state import WORKER_MEMORY, HeldState
-from undula.state.boxes import Box, whole_box
 from undula.state.extents import Extent, Kinds, Names
-from undula.state.pieces import Holding, RankState, is_complete
+from undula.state.pieces import Box, Holding, RankState, is_complete, whole_box
 
 Stored: TypeAlias = HeldState | Snapshot
 

@@ -9,10 +9,9 @@ from typing import TYPE_CHECKING
 from undula.parallel.layout import Layout
 from undula.recovery.live_state import LiveState
 from undula.recovery.offers import Offer
-from undula.recovery.script_place import ScriptPlace
 from undula.recovery.snapshot import SLOTS, UPDATE_SLOTS, find_snapshots, is_private, state_bytes
 from undula.recovery.snapshot_writer import SnapshotWriter
-from undula.recovery.update_log import UpdateLog
+from undula.recovery.update_log import ScriptPlace, UpdateLog
 from undula.recovery.worker_state import WorkerState
 from undula.state.events import SnapshotEvent, WarningEvent
 from undula.state.pieces import RankState

@@ -13,7 +13,7 @@ import numpy as np
 import ray
 from ray.exceptions import RayError
 
-from undula.recovery.slot import Send
+from undula.recovery.node_memory import Send
 from undula.recovery.snapshot import Snapshot, parsed
 
 PUT_SHARE = 0.005

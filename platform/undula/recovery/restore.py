@@ -34,12 +34,11 @@ from undula.recovery.offers import (
 from undula.recovery.progress import MEMORY_BYTES_S, STARTING, STORAGE_BYTES_S, Phase
 from undula.recovery.snapshot import NEVER, Age
 from undula.recovery.worker_state import HeldState
-from undula.state.boxes import Box
 from undula.state.checkpoint import Checkpointer
 from undula.state.checkpoint_files import table_of
 from undula.state.commit import Commit
 from undula.state.model_state import beside_model_and_optimizer
-from undula.state.pieces import Piece, RankState, Table, copy_overlap, dtype_named
+from undula.state.pieces import Box, Piece, RankState, Table, copy_overlap, dtype_named
 from undula.state.records import StepRow
 
 BUCKET_BYTES = 32 * 2**20

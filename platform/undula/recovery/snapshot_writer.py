@@ -11,8 +11,7 @@ from typing import Any, TypeAlias
 
 from torch import Tensor
 
-from undula.recovery.node_memory import RESERVED, delete_former_attempts, reserve
-from undula.recovery.slot import Send, Slot, ready_event
+from undula.recovery.node_memory import RESERVED, Send, Slot, delete_former_attempts, ready_event, reserve
 from undula.recovery.snapshot import META, PLACE, SLOTS, UPDATE_SLOTS, Arrangement, encoded, fixed_meta
 from undula.state.pieces import RankState
 from undula.state.records import StepRow

@@ -3,11 +3,13 @@
 A checkpoint is a folder such as `checkpoints/step-00000100-a3/` (step 100 of attempt 3) with one safetensors file per rank and a
 `commit.json`, which is written last: readers ignore a folder without it. `commit.json` lists the dtype, the shape and the place of every
 tensor, the values that are not tensors, and the size and SHA-256 of every file, so that damage is found before anything is loaded.
+
+Also here: retention policy for checkpoints.
 """
 
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from datetime import timedelta
@@ -43,9 +45,21 @@ from undula.state.commit import (
 from undula.state.extents import Extent, Names
 from undula.state.goals import GoalSpec
 from undula.state.pieces import Holding, Piece, RankState, Table
-from undula.state.retention import superseded
 from undula.state.room import size
 from undula.storage import Store
+
+
+def superseded(checkpoints: Sequence[tuple[int, int, str]], keep: int, best: str | None = None) -> list[str]:
+    """Return the names of the checkpoints that are neither the best one nor among the `keep` newest, oldest first.
+
+    Args:
+        checkpoints: Tuple (attempt, step, name) of each checkpoint.
+        keep: Number of newest checkpoints to keep.
+        best: Name of the best checkpoint; None if it is not kept.
+    """
+    newest_last = sorted(checkpoints)
+    return [name for _, _, name in newest_last[: max(len(newest_last) - keep, 0)] if name != best]
+
 
 SAVING = "undula: checkpoints"
 """Description of the process groups whose collectives run in a thread beside the training."""

@@ -5,16 +5,16 @@ variables of AWS configure (AWS_ENDPOINT_URL, AWS_ACCESS_KEY_ID, AWS_PROFILE, AW
 """
 
 from undula.storage.named_errors import ChangedError, MissingError, named_errors
-from undula.storage.reports import (
+from undula.storage.retries import (
     LostCache,
     Outages,
     Reporter,
     Wait,
     report_lost_cache,
+    temporary_problem,
     waits_reported_to,
     waits_reporter,
 )
-from undula.storage.retries import temporary_problem
 from undula.storage.s3_requests import MOST_PARTS, PART_BYTES, Bucket, Object, part_size
 from undula.storage.store import Entry, Store, open_store, write_file
 

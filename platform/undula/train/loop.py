@@ -15,8 +15,7 @@ from undula.recovery.restore import Restored
 from undula.recovery.worker_state import LeaveGroup
 from undula.state.events import ValidationEvent, WarningEvent
 from undula.state.goals import LOSS, ValidationResults
-from undula.train.arithmetic import STATE, arithmetic_of
-from undula.train.attempt import Attempt, close_in_thread
+from undula.train.attempt import STATE, Attempt, arithmetic_of, close_in_thread
 from undula.train.beside import StateBeside
 from undula.train.boundary import StepBoundary
 from undula.train.measurement import StepPhases

@@ -14,7 +14,7 @@ from undula.plan.keys import Ids, multiset_digest
 from undula.plan.plan import MicroBatch
 from undula.recovery.progress import Phase
 from undula.recovery.worker_state import WorkerState
-from undula.train.device_batches import PlacedSamples
+from undula.train.micro_batches import PlacedSamples
 from undula.train.recorded import averaged
 from undula.train.step_reduction import LocalStep
 

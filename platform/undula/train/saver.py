@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from undula.errors import RunError, StorageError, SupersededError
 from undula.parallel.layout import timeout_of
-from undula.plan.sizes import UPDATES
+from undula.plan.tree import UPDATES
 from undula.recovery.live_state import LiveState
 from undula.recovery.progress import SAVE, SNAPSHOT, STORAGE_BYTES_S
 from undula.recovery.rank_snapshots import RankSnapshots, find_offers

@@ -6,8 +6,7 @@ import time
 import pytest
 from hard_lines import HARD
 
-from undula.masking.names import CORES, is_secret
-from undula.masking.tokens import TOKEN, TOKENS
+from undula.masking.shapes import CORES, TOKEN, TOKENS, is_secret
 from undula.masking.values import mask
 
 SECRET = "hunter2-sesame"

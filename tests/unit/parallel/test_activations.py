@@ -20,8 +20,7 @@ from torch.nn.utils.parametrizations import spectral_norm
 from torch.utils.flop_counter import FlopCounterMode
 
 from undula.errors import UsageError
-from undula.parallel.activations import keep_activations
-from undula.parallel.host_memory import InHostMemory
+from undula.parallel.activations import InHostMemory, keep_activations
 from undula.parallel.recompute import Segment
 from undula.parallel.spec import ActivationsSpec
 from undula.parallel.units import units_of

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from undula.parallel.reduce.exact import exact_total, total_value
+from undula.train.step_reduction import exact_total, total_value
 
 
 @given(numbers=st.lists(st.floats(allow_nan=False, allow_infinity=False), max_size=20), cut=st.integers(0, 20))

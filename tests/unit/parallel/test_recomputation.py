@@ -9,8 +9,7 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from undula.errors import UsageError
-from undula.parallel.activations import keep_activations
-from undula.parallel.selective import is_kept
+from undula.parallel.activations import is_kept, keep_activations
 from undula.parallel.spec import ActivationsSpec
 
 POLICIES = {

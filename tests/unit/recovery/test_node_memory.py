@@ -14,7 +14,7 @@ import torch
 
 from undula.parallel.layout import Layout, join_layout
 from undula.recovery import node_memory
-from undula.recovery import slot as slots
+from undula.recovery import node_memory as slots
 from undula.recovery.rank_snapshots import RankSnapshots
 from undula.recovery.snapshot import find_snapshots, slots_below
 from undula.recovery.snapshot_writer import SnapshotWriter

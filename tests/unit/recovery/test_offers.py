@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 
 from undula.recovery.baseline import LATER, UPDATED, WORK, Work, bit_of
 from undula.recovery.offers import Answer, Content, Offer
-from undula.recovery.replay import BEFORE, OTHERS
-from undula.recovery.script_place import PlaceFile, ScriptPlace
+from undula.recovery.update_log import BEFORE, OTHERS, PlaceFile, ScriptPlace
 from undula.recovery.worker_state import HeldState
 from undula.state.optimizer_state import GROUPS
 from undula.state.pieces import Piece, RankState

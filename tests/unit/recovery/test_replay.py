@@ -14,8 +14,7 @@ from undula.optim.lars import LARS
 from undula.parallel.sharding import set_up_optimizer
 from undula.recovery.baseline import Work
 from undula.recovery.live_state import LiveState
-from undula.recovery.replay import replayed, replayed_holding
-from undula.recovery.update_log import UpdateLog, can_record
+from undula.recovery.update_log import UpdateLog, can_record, replayed, replayed_holding
 from undula.state.pieces import Piece, RankState
 
 CPU = torch.device("cpu")

@@ -15,7 +15,7 @@ import torch
 
 from undula.parallel.layout import join_layout
 from undula.recovery import node_memory, snapshot, snapshot_writer
-from undula.recovery import slot as slots
+from undula.recovery import node_memory as slots
 from undula.recovery.rank_snapshots import find_offers
 from undula.recovery.snapshot import Snapshot, available_memory, find_snapshots, is_private, packed, parsed
 from undula.recovery.snapshot_writer import SnapshotWriter

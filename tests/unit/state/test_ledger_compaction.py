@@ -8,11 +8,20 @@ import pytest
 from ledger_rows import Rows, assert_each_once, step_row
 
 from undula.errors import StorageError
+from undula.state import ledger
 from undula.state import ledger as ledger_module
-from undula.state import ledger_compaction
 from undula.state.events import EndEvent
-from undula.state.ledger import EventWriter, LedgerWriter, RowWriter, read_ledger
-from undula.state.ledger_compaction import FILES_PER_TIER, MOST_SOURCES, TIERS_BYTES, compact, due_merge
+from undula.state.ledger import (
+    FILES_PER_TIER,
+    MOST_SOURCES,
+    TIERS_BYTES,
+    EventWriter,
+    LedgerWriter,
+    RowWriter,
+    compact,
+    due_merge,
+    read_ledger,
+)
 from undula.state.ledger_files import EVENTS, STEPS
 from undula.storage import Entry, Store
 
@@ -20,7 +29,7 @@ from undula.storage import Entry, Store
 @pytest.fixture
 def few(monkeypatch: pytest.MonkeyPatch) -> int:
     """Number of files of a tier from which on they are merged, in tests that would take long with many files."""
-    monkeypatch.setattr(ledger_compaction, "FILES_PER_TIER", 3)
+    monkeypatch.setattr(ledger, "FILES_PER_TIER", 3)
     return 3
 
 

@@ -11,8 +11,7 @@ from ledger_rows import Rows, assert_each_once, numbers
 
 from undula.errors import StorageError
 from undula.state import ledger_files
-from undula.state.ledger import read_ledger
-from undula.state.ledger_compaction import FILES_PER_TIER, compact
+from undula.state.ledger import FILES_PER_TIER, compact, read_ledger
 from undula.storage import Store
 
 

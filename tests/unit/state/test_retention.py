@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from undula.state.retention import superseded
+from undula.state.checkpoint import superseded
 
 
 @given(st.lists(st.integers(0, 99), unique=True), st.integers(1, 5))

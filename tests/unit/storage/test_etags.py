@@ -14,7 +14,7 @@ from undula.data.stored.manifest import Manifest
 from undula.data.stored.shards import Shard
 from undula.errors import ManifestError, StorageError
 from undula.storage import Store, open_store
-from undula.storage.etags import bare, is_same
+from undula.storage.s3_requests import bare, is_same
 
 TABLE = pa.table({"a": range(100)})
 SENT: dict[Takes, list[str]] = {

@@ -8,8 +8,7 @@ from ledger_rows import step_row
 
 from undula.state.attempts import Lineage, begin
 from undula.state.events import Event, LogEvent, ValidationEvent
-from undula.state.ledger import EventWriter, RowWriter
-from undula.state.ledger_compaction import compact
+from undula.state.ledger import EventWriter, RowWriter, compact
 from undula.state.ledger_files import STEPS
 from undula.storage import Store
 from undula.telemetry.feed import MOST_STEPS, Feed

@@ -12,7 +12,7 @@ from group_kit import SCRIPTS, Fault, Place, Workers
 from night import at_night
 
 from undula.parallel.spec import ShardingSpec
-from undula.plan.sizes import UPDATES
+from undula.plan.tree import UPDATES
 from undula.recovery.snapshot import folder_of
 from undula.state.events import LogEvent, StartEvent
 from undula.state.ledger import events_of, read_ledger

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 import undula
-from undula.train.device_batches import pinned
+from undula.train.micro_batches import pinned
 
 
 def test_a_batch_that_is_on_a_device_already_is_not_pinned() -> None:

@@ -12,8 +12,8 @@ from ranks import on_ranks
 from undula.plan.plan import MicroBatch
 from undula.state.ledger import read_ledger
 from undula.storage import Store
-from undula.train.device_batches import DeviceBatches
 from undula.train.job import Job
+from undula.train.micro_batches import DeviceBatches
 
 
 def _train(rank: int, world_size: int, job: Job, reads_ahead: bool) -> None:

@@ -17,8 +17,8 @@ from torch.utils.checkpoint import checkpoint
 
 from undula.data.prepare.write import write_shards
 from undula.errors import UsageError
+from undula.parallel.engines.engine import gradient_norm
 from undula.parallel.gradient_hooks import GradientHooks
-from undula.parallel.norms import gradient_norm
 from undula.parallel.parameters import trainable
 from undula.parallel.spec import GradientSpec
 from undula.plan.noise import StepNorms

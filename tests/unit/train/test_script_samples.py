@@ -27,8 +27,8 @@ from undula.state.ledger import events_of, read_ledger
 from undula.storage import Store
 from undula.testing import conformance
 from undula.train import micro_batches
-from undula.train.device_batches import DeviceBatches
 from undula.train.job import Job
+from undula.train.micro_batches import DeviceBatches
 from undula.train.run import Run
 from undula.train.single_process import SingleProcess, local_world
 

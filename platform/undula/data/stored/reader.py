@@ -11,13 +11,12 @@ from undula.data.reader import SampleReader, Samples
 from undula.data.spec import DataSpec
 from undula.data.stored.cache import DiskCache
 from undula.data.stored.manifest import Manifest
-from undula.data.stored.mapped import StreamMap
 from undula.data.stored.maps import SampleFunction
 from undula.data.stored.mixture import Mixture, StoredData
 from undula.data.stored.read_ahead import ReadAhead
 from undula.data.stored.reads import WindowReads
 from undula.data.stored.rows import WindowRows, concatenated, samples_at
-from undula.data.stored.windows import WindowReader, needed_windows
+from undula.data.stored.windows import StreamMap, WindowReader, needed_windows
 from undula.plan.keys import key64
 from undula.plan.mix import Mix
 from undula.plan.plan import Plan

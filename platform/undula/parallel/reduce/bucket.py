@@ -8,8 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from undula.errors import UsageError
-from undula.plan.sizes import BUCKET_BYTES
-from undula.plan.tree import Fold, Node
+from undula.plan.tree import BUCKET_BYTES, Fold, Node
 
 FIRST_BUCKET_BYTES = 2**20
 """Maximum size of the first bucket in bytes. It is small so that communication starts early."""

@@ -12,7 +12,6 @@ from pydantic import TypeAdapter, ValidationError
 
 from undula.masking.values import mask, masked
 from undula.state.events.base import Event, RecordedEvent
-from undula.state.events.fleet import FleetEvent, IdleEvent, OverdueEvent, RefusalEvent, ReleaseEvent
 from undula.state.events.training import (
     BatchEvent,
     CacheEvent,
@@ -38,11 +37,16 @@ from undula.state.events.workers import (
     CrashCause,
     CrashEvent,
     FaultEvent,
+    FleetEvent,
     GiveWayEvent,
     GroupEvent,
+    IdleEvent,
     NodeEvent,
     NoticeEvent,
+    OverdueEvent,
+    RefusalEvent,
     RehearsalEvent,
+    ReleaseEvent,
     ResizeEvent,
     SaveEvent,
     StayEvent,

@@ -13,10 +13,10 @@ from data_sets import write_table
 from ray.data._internal.arrow_ops.transform_pyarrow import concat
 
 from undula.data import Manifest, stream
-from undula.data.stored.mapped import StreamMap
 from undula.data.stored.maps import Sample, SampleFunction
 from undula.data.stored.reads import WindowReads
 from undula.data.stored.rows import WindowRows
+from undula.data.stored.windows import StreamMap
 from undula.errors import ManifestError, UndulaError, UsageError
 from undula.plan.order import EpochOrder
 from undula.plan.plan import Plan, PlanSpec
