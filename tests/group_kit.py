@@ -27,16 +27,15 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from undula.elastic.sockets import cut_connections, listening_ports
 from undula.parallel.engines.engine import Engine
 from undula.parallel.spec import ShardingSpec
-from undula.recovery.leavers import Common
 from undula.recovery.live_state import Targets
 from undula.recovery.moves import Part, packed_parts
-from undula.recovery.offers import Described, Offer, described
+from undula.recovery.offers import Common, Described, Offer, described
 from undula.recovery.restore import Restorer
 from undula.recovery.worker_state import HeldState, LeaveGroup, Request, WorkerState
-from undula.state.pieces import elements, without
+from undula.state.boxes import elements, without
 from undula.state.processes import send_signal
 from undula.state.spec import CheckpointSpec
-from undula.train import loss_scale
+from undula.train import trained_model
 from undula.train.boundary import StepBoundary
 from undula.train.job import Job
 from undula.train.run import Run
@@ -266,7 +265,7 @@ def _train(order: Order, worker: WorkerState) -> Ended:
     former = worker.held
     counted: list[int] = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(loss_scale, "GROWTH_INTERVAL", SCALE_INTERVAL)
+        patch.setattr(trained_model, "GROWTH_INTERVAL", SCALE_INTERVAL)
         if order.fault:
             _inject(order.fault, order.rank, patch)
         _count(patch, former, counted, leavers)

@@ -10,10 +10,11 @@ from undula.recovery.baseline import IN_WORK
 from undula.recovery.moves import Move, Need, moves_to
 from undula.recovery.offers import Answer, Asked, Content, Described, chosen, combined, described, newest_complete
 from undula.recovery.restore import needs_of
+from undula.state.boxes import Box
 from undula.state.checkpoint_files import WrittenFile, entries_of
 from undula.state.commit import Commit
 from undula.state.extents import Extent
-from undula.state.pieces import Box, Holding, Piece, TensorSpec, dtype_named
+from undula.state.pieces import Holding, Piece, TensorSpec, dtype_named
 
 SHAPES = ((4096, 1024), (1024, 4096), (1024,), (50_257, 1024), (3072, 1024))
 """Shapes of weights, as in a decoder."""

@@ -21,7 +21,7 @@ from undula.parallel.layout import join_layout
 from undula.parallel.spec import GradientSpec
 from undula.plan.plan import PlanSpec
 from undula.plan.schedule import ScheduleSpec
-from undula.recovery.leavers import Leavers
+from undula.recovery.offers import Leavers
 from undula.recovery.worker_state import LeaveGroup, Request, WorkerState
 from undula.state.events import WarningEvent
 from undula.state.ledger import events_of, read_ledger

@@ -18,7 +18,7 @@ ALLOWED: Mapping[str, Mapping[str, str]] = {
         "_indices_files": "data.prepare.sources",
     },
     "numpy 2.4": {
-        "numpy.random.mtrand._rand": "data.script.generators",
+        "numpy.random.mtrand._rand": "data.script.items",
     },
     "python 3.11": {
         "_inheriting": "train.script_call",
@@ -43,7 +43,7 @@ ALLOWED: Mapping[str, Mapping[str, str]] = {
     },
     "torch 2.13": {
         "_amp_foreach_non_finite_check_and_unscale_": "train.open_gradients",
-        "_buffers": "parallel.recompute state.model_state testing.records train.beside",
+        "_buffers": "parallel.recompute state.model_state testing.records train.script_variables",
         "_cdata": "parallel.activations parallel.materialize parallel.reduce.sharded parallel.sharded_tensors parallel.sharding "
         "train.dry_run.storages",
         "_check_input_dim": "parallel.batch_norm",
@@ -64,14 +64,14 @@ ALLOWED: Mapping[str, Mapping[str, str]] = {
         "_get_sequence_number_for_group": "parallel.collectives",
         "_grouped_mm": "parallel.activations",
         "_local_tensor": "parallel.sharded_tensors recovery.fingerprint",
-        "_modules": "parallel.parameters",
+        "_modules": "parallel.reduce.accumulator",
         "_mp_policy": "parallel.reduce.unit",
         "_nnz": "parallel.reduce.sparse",
-        "_non_persistent_buffers_set": "state.model_state testing.records train.beside train.buffers",
+        "_non_persistent_buffers_set": "state.model_state testing.records train.script_variables train.buffers",
         "_optimizer_step_post_hooks": "parallel.sharding",
         "_optimizer_step_pre_hooks": "parallel.sharding",
         "_orig_mod": "state.model_state",
-        "_parameters": "parallel.parameters parallel.reduce.sharded parallel.reduce.unit",
+        "_parameters": "parallel.reduce.accumulator parallel.reduce.sharded parallel.reduce.unit",
         "_post_accumulate_grad_hooks": "train.open_gradients parallel.sharding",
         "_scaled_dot_product_cudnn_attention": "parallel.activations",
         "_scaled_dot_product_efficient_attention": "parallel.activations",
@@ -83,7 +83,7 @@ ALLOWED: Mapping[str, Mapping[str, str]] = {
         "_timeout": "parallel.layout",
         "_values": "parallel.precision",
         "_wrapped_by_lr_sched": "parallel.sharding",
-        "_version": "parallel.activations parallel.recompute parallel.reduce.sharded train.beside train.open_gradients "
+        "_version": "parallel.activations parallel.recompute parallel.reduce.sharded train.script_variables train.open_gradients "
         "train.script_guard train.whole_weights",
         "torch._C": "cluster.worker_check elastic.ray.backend parallel.activations train.open_gradients train.single_process",
         "torch._amp_foreach_non_finite_check_and_unscale_": "parallel.precision",

@@ -21,10 +21,10 @@ from undula.testing.nodes import Nodes, nodes
 
 OFTEN = """
 def prepared(module):
-    from undula.state import ledger, ledger_compaction
+    from undula.state import ledger
 
     ledger.FLUSH_INTERVAL_S = 0.2
-    ledger_compaction.FILES_PER_TIER = ledger.FILES_PER_TIER = 4
+    ledger.FILES_PER_TIER = 4
     return module
 """
 """Code with which a worker writes and merges files of the ledger more often, as otherwise only a run of hours does."""

@@ -7,11 +7,11 @@ import torch
 from torch import nn
 
 from undula.parallel.device_clock import mark_on
-from undula.parallel.reduce.tree_sum import TreeSum
-from undula.state.digest import additive_digest
+from undula.parallel.reduce.tree import TreeSum
 from undula.state.pieces import rank_state
 from undula.train.buffers import BufferMean
 from undula.train.randomness import seed_micro_batch
+from undula.train.saver import additive_digest
 
 DETERMINISTIC = """
 import torch

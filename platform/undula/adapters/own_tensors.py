@@ -18,8 +18,8 @@ from torch.utils.data import DataLoader, Dataset
 
 from undula.adapters.refusals import AVERAGE
 from undula.errors import UsageError
-from undula.train.beside import version_of
 from undula.train.metrics import is_metric
+from undula.train.script_variables import version_of
 
 OPAQUE = (torch.optim.Optimizer, LRScheduler, DataLoader, Dataset, FunctionType, MethodType, ModuleType, type)
 """Types of attributes whose tensors are the run's, or no state."""

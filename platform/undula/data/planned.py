@@ -6,9 +6,8 @@ import numpy as np
 
 from undula.data.script.indexed import IndexedData
 from undula.data.stored.manifest import Manifest
-from undula.data.stored.mixture import Mixture, StoredData
+from undula.data.stored.mixture import Mix, Mixture, StoredData
 from undula.plan.keys import Ids
-from undula.plan.mix import Mix
 from undula.plan.order import EpochOrder, IndexOrder
 from undula.plan.plan import Plan
 

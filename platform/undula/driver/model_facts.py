@@ -24,7 +24,7 @@ from undula.errors import SpecError, StoppedExit, UndulaError, UsageError
 from undula.parallel.batch_norm import problem_of_batch_norm
 from undula.parallel.capabilities import Feature
 from undula.parallel.compile import problem_of_compilation
-from undula.parallel.parameters import features_of_model
+from undula.parallel.reduce.accumulator import features_of_model
 from undula.parallel.sharding import problem_of_sharding
 from undula.parallel.units import problem_of_units
 from undula.plan.plan import Plan

@@ -49,7 +49,7 @@ from undula.state.figures import LOGGED, OWN_STATE, Figures, figures_of, other_f
 from undula.state.ledger import read_ledger
 from undula.state.optimizer_state import FITS
 from undula.state.records import PARTS
-from undula.state.room import lack_of_room, size
+from undula.state.spec import lack_of_room, size
 from undula.storage import Store, open_store
 from undula.telemetry.hub import HubFollower, start_hub
 from undula.telemetry.live import message_lines

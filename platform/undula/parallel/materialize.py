@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from undula.errors import UsageError
-from undula.parallel.random_state import RandomState
+from undula.parallel.recompute import RandomState
 from undula.state.pieces import local_part
 
 Place: TypeAlias = tuple[nn.Module, str]

@@ -15,7 +15,8 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from undula.errors import UsageError
 from undula.parallel.collectives import meet
-from undula.state.pieces import copy_overlap, piece_of, whole_box
+from undula.state.boxes import whole_box
+from undula.state.pieces import copy_overlap, piece_of
 
 _given: Any = WeakIdKeyDictionary()
 """References to the tensors that scripts got as `data` of a sharded one, whose memory they share, by the sharded one."""

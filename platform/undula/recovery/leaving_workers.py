@@ -10,9 +10,8 @@ import ray
 from ray.exceptions import RayError
 from torch import Tensor
 
-from undula.recovery.leavers import Common
 from undula.recovery.moves import Part
-from undula.recovery.offers import Described
+from undula.recovery.offers import Common, Described
 from undula.recovery.part_server import PartAddress, PartClient
 from undula.recovery.worker_state import LostLeaverError
 

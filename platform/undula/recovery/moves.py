@@ -16,7 +16,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from undula.recovery.snapshot import aligned_bytes
-from undula.state.pieces import Box, Piece, RankState, copy_overlap, difference, elements, intersection, part_of, split
+from undula.state.boxes import Box, difference, elements, intersection, split
+from undula.state.pieces import Piece, RankState, copy_overlap, part_of
 
 CHUNK_BYTES = 8 * 2**20
 """Maximum size in bytes of what is sent at once, apart from a single element."""

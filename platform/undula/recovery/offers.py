@@ -1,19 +1,26 @@
-"""What processes offer to a group that starts: states of a run, and the steps to which recorded updates of the optimizer lead from them."""
+"""What processes offer to a group that starts: states of a run, and the steps to which recorded updates of the optimizer lead from them.
+
+Also here: workers that have left their group but still hold its state: the next group gets from them what its ranks lack.
+"""
 
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import IntEnum
-from typing import TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 import torch
+from torch import Tensor
 
 from undula.recovery.baseline import LATER, UPDATED, Work
+from undula.recovery.moves import Part
 from undula.recovery.snapshot import NEVER, Age, Snapshot
 from undula.recovery.update_log import BEFORE, ScriptPlace, can_replay, replayed, replayed_holding
 from undula.recovery.worker_state import WORKER_MEMORY, HeldState
+from undula.state.boxes import Box, whole_box
 from undula.state.extents import Extent, Kinds, Names
-from undula.state.pieces import Box, Holding, RankState, is_complete, whole_box
+from undula.state.pieces import Holding, RankState, Table, is_complete
+from undula.state.records import StepRow
 
 Stored: TypeAlias = HeldState | Snapshot
 
@@ -238,3 +245,30 @@ def combined(sources: Iterable[Iterable[tuple[Answer, Extent | None]]], names: N
         for pairs in given
     ]
     return Asked(answers, kinds)
+
+
+Common: TypeAlias = tuple[Mapping[str, Any], tuple[StepRow, ...], Table]
+"""What all ranks take over from one that has committed a state: its values, its rows of the ledger, and the table of its tensors."""
+
+
+class Leavers(Protocol):
+    """Workers that are in no group any more, as a rank of a group that starts sees them.
+
+    All methods raise LostLeaverError if a worker was lost.
+    """
+
+    names: list[str]
+    """Names of the workers that have answered rank 0. Their places in this list are their numbers."""
+
+    def answers(self, plan_digest: str) -> list[tuple[str, Described]]:
+        """Ask all of them for the states of a plan that they hold, and return their names and answers."""
+
+    def common(self, number: int) -> Common:
+        """Return what all ranks take over from one of them, by its number."""
+
+    def parts(self, asked: Sequence[tuple[int, Sequence[Part]]]) -> Iterator[Tensor]:
+        """Yield parts of their states, as `packed_parts` packs them.
+
+        Args:
+            asked: Number of the worker, and the parts, of each request.
+        """

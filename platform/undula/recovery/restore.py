@@ -13,15 +13,16 @@ import torch.distributed as dist
 
 from undula.errors import RunError
 from undula.parallel.layout import Layout
-from undula.recovery.leavers import Common, Leavers
 from undula.recovery.live_state import LiveState, Targets
 from undula.recovery.moves import Dtypes, Move, Need, exchange, lacking, mask_of, moves_to, unpack_parts
 from undula.recovery.offers import (
     Answer,
     Answers,
     Asked,
+    Common,
     Content,
     Described,
+    Leavers,
     Offer,
     boxes_of,
     chosen,
@@ -34,11 +35,12 @@ from undula.recovery.offers import (
 from undula.recovery.progress import MEMORY_BYTES_S, STARTING, STORAGE_BYTES_S, Phase
 from undula.recovery.snapshot import NEVER, Age
 from undula.recovery.worker_state import HeldState
+from undula.state.boxes import Box
 from undula.state.checkpoint import Checkpointer
 from undula.state.checkpoint_files import table_of
 from undula.state.commit import Commit
 from undula.state.model_state import beside_model_and_optimizer
-from undula.state.pieces import Box, Piece, RankState, Table, copy_overlap, dtype_named
+from undula.state.pieces import Piece, RankState, Table, copy_overlap, dtype_named
 from undula.state.records import StepRow
 
 BUCKET_BYTES = 32 * 2**20

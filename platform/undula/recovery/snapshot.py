@@ -26,8 +26,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from undula.state.boxes import Box
 from undula.state.defaults import MEMORY
-from undula.state.pieces import Box, Holding, Piece, RankState, Table, TensorSpec, dense_strides, dtype_named
+from undula.state.pieces import Holding, Piece, RankState, Table, TensorSpec, dense_strides, dtype_named
 from undula.state.records import StepRow
 
 FORMAT = 5

@@ -45,7 +45,7 @@ from undula.state.commit import (
 from undula.state.extents import Extent, Names
 from undula.state.goals import GoalSpec
 from undula.state.pieces import Holding, Piece, RankState, Table
-from undula.state.room import size
+from undula.state.spec import size
 from undula.storage import Store
 
 

@@ -9,20 +9,10 @@ import torch
 from torch import Tensor
 
 from undula.errors import CheckpointError, one_line
+from undula.state.boxes import Box, elements, intersection
 from undula.state.commit import Commit
 from undula.state.extents import Extent, Kinds, Names
-from undula.state.pieces import (
-    Box,
-    Piece,
-    Table,
-    TensorSpec,
-    as_real,
-    copy_overlap,
-    dtype_named,
-    elements,
-    incomplete,
-    intersection,
-)
+from undula.state.pieces import Piece, Table, TensorSpec, as_real, copy_overlap, dtype_named, incomplete
 from undula.state.tensor_file import TensorFile, file_buffers
 from undula.storage import Store
 

@@ -14,7 +14,8 @@ from typing import TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from undula.state.pieces import Box, Holding, TensorSpec, is_complete
+from undula.state.boxes import Box
+from undula.state.pieces import Holding, TensorSpec, is_complete
 
 Names: TypeAlias = Mapping[bytes, tuple[str, ...]]
 """Names of the tensors of states in their order, by digest."""

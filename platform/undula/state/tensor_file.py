@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from undula.storage import Store
-from undula.storage.named_errors import named_errors
+from undula.storage.retries import named_errors
 
 READ_BYTES = 32 * 2**20
 """Number of bytes that are read at once."""

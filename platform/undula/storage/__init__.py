@@ -4,12 +4,14 @@ All requests to S3 go through botocore, so that there is one resolution of crede
 variables of AWS configure (AWS_ENDPOINT_URL, AWS_ACCESS_KEY_ID, AWS_PROFILE, AWS_REGION, ...). Any S3 server works.
 """
 
-from undula.storage.named_errors import ChangedError, MissingError, named_errors
 from undula.storage.retries import (
+    ChangedError,
     LostCache,
+    MissingError,
     Outages,
     Reporter,
     Wait,
+    named_errors,
     report_lost_cache,
     temporary_problem,
     waits_reported_to,

@@ -6,7 +6,7 @@ from typing import Any
 import pyarrow as pa
 from pyarrow import fs
 
-from undula.storage.named_errors import MissingError, named_errors
+from undula.storage.retries import MissingError, named_errors
 from undula.storage.s3_files import S3File, S3Output
 from undula.storage.s3_requests import PART_BYTES, Object, split_path
 

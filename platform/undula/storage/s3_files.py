@@ -4,7 +4,7 @@ import io
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
-from undula.storage.named_errors import MissingError, named_errors
+from undula.storage.retries import MissingError, named_errors
 from undula.storage.s3_requests import PART_BYTES, Bucket, SeekableFile, Upload
 
 FIRST_AHEAD_BYTES = 2**16

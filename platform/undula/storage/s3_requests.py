@@ -19,8 +19,7 @@ from functools import cache
 from typing import Any, Literal, TypeAlias, TypeVar
 
 from undula.errors import StorageError
-from undula.storage.named_errors import ChangedError, MissingError
-from undula.storage.retries import retried, status_of
+from undula.storage.retries import ChangedError, MissingError, retried, status_of
 from undula.storage.s3 import s3_client
 
 Form: TypeAlias = Literal["quoted", "bare", "none"]

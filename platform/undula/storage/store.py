@@ -20,7 +20,7 @@ from pyarrow import fs
 
 from undula.errors import StorageError
 from undula.storage.arrow import s3_filesystem
-from undula.storage.named_errors import named_errors
+from undula.storage.retries import named_errors
 from undula.storage.s3 import require_credentials
 from undula.storage.s3_files import S3File
 from undula.storage.s3_requests import PART_BYTES, Bucket, Buffers, Object, bare, split_path

@@ -1,177 +1,29 @@
-"""What one attempt of a run, from the start of a worker group to its end, has committed on a rank, and what it reports.
-
-Also here: properties of a process that decide which bits a computation produces. Runs are equal bit for bit only where they are equal.
-
-Also here: steps that a group repeats after a lost worker or a resume: their losses are those of before, or something has begun anew.
-
-What a script keeps in other places than the run's state begins anew in each group: random numbers of its own, counts, averages, what its
-dataset or its optimizer has in attributes. Where steps are repeated, this shows, whatever it is.
-"""
+"""What one attempt of a run, from the start of a worker group to its end, has committed on a rank, and what it reports."""
 
 import math
 import os
-import re
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable
 from dataclasses import replace
 from json import dumps
-from pathlib import Path
-from struct import pack
 from typing import Any
 
-import pyarrow.compute as pc
 import torch
 import torch.distributed as dist
 
-from undula.errors import RunError, StorageError, UsageError
+from undula.errors import RunError, UsageError
 from undula.plan.plan import OptimizerStep
 from undula.recovery.restore import Restored
-from undula.state.attempts import Lineage
 from undula.state.events import EndEvent, Event, MemoryEvent, SkipEvent, StartEvent, WarningEvent
-from undula.state.ledger_files import LEDGER, STEPS, read_each
 from undula.state.records import StepRow
-from undula.storage import Store
 from undula.telemetry.reporter import Telemetry
-from undula.train.given import Given
-from undula.train.loss_scale import LONG_SKIPPED_STEPS
+from undula.train.given import STATE, Arithmetic, Given, difference
+from undula.train.measurement import RepeatedSteps
 from undula.train.setup import RunSetup
+from undula.train.step_part import LONG_SKIPPED_STEPS
 from undula.train.step_reduction import StepTotals
-
-COLUMNS = "attempt", "step", "loss"
-MOST_BYTES = 32 * 2**20
-"""Maximum size of the files of the ledger that are read for the comparison, the newest of them."""
-MOST_WAITING = 1000
-"""Maximum number of steps that wait for the losses of before, after which they are not compared."""
-READING_S = 5.0
-"""Maximum time in seconds for which the end of a run waits for these losses."""
-
-
-class RepeatedSteps:
-    """Compares the losses of an attempt's steps with those that the ledger has of the same steps, from earlier attempts.
-
-    A thread reads the ledger, so that no step waits for it.
-
-    Args:
-        store: Run directory.
-        before: Earlier attempts of the run.
-        start: Number of steps with which it begins.
-    """
-
-    def __init__(self, store: Store, before: Lineage, start: int):
-        self._store, self._before, self._start = store, before, start
-        self._own: list[StepRow] = []
-        """Steps that wait for the comparison."""
-        self._former: dict[int, float] | None = None
-        """Loss of each step of earlier attempts from `start` on; None until they are read."""
-        self._reader = threading.Thread(target=self._read, name="undula-repeated", daemon=True)
-        self._reader.start()
-
-    def difference(self, row: StepRow) -> str | None:
-        """Return how a step of this attempt differs from the same one of before, given the next step; None if none is known to differ."""
-        self._own.append(row)
-        if len(self._own) > MOST_WAITING:
-            self._own, self._former = [], {}
-        return self._compared()
-
-    def last_difference(self) -> str | None:
-        """Return the same at the end of the run."""
-        self._reader.join(READING_S)
-        return self._compared()
-
-    def _compared(self) -> str | None:
-        former = self._former
-        if former is None:
-            return None
-        waiting, self._own = self._own, []
-        for each in waiting:
-            before = former.pop(each.step, None)
-            if before is not None and pack("<d", before) != pack("<d", each.loss):
-                former.clear()  # one sentence is enough
-                return f"step {each.step} had the loss {before:.9g}, and has {each.loss:.9g} now"
-        return None
-
-    def _read(self) -> None:
-        former: dict[int, tuple[int, float]] = {}
-        with suppress(StorageError):
-            files = [entry for entry in self._store.list(LEDGER) if STEPS.includes(entry.name.rpartition("/")[2])]
-            room = MOST_BYTES
-            for entry in sorted(files, key=lambda entry: entry.name, reverse=True):
-                room -= entry.bytes
-                if room < 0:
-                    break
-                (rows,) = read_each(self._store, [entry.name.rpartition("/")[2]]).values()
-                if isinstance(rows, StorageError):  # it was merged into another file meanwhile
-                    continue
-                later = rows.filter(pc.field("step") >= self._start)
-                for attempt, step, loss in zip(*(later[name].to_pylist() for name in COLUMNS), strict=True):
-                    if attempt <= self._before.newest and self._before.includes(attempt):
-                        former[step] = max(former.get(step, (attempt, loss)), (attempt, loss))
-        self._former = {step: loss for step, (_, loss) in former.items()}
-
-
-Arithmetic = Mapping[str, str]
-"""Properties by name."""
-STATE = "arithmetic"
-"""Name under which the state of a run records the properties of the group that computed it."""
-CPU_INFO = Path("/proc/cpuinfo")
-VARIABLES = ("MKL_", "ATEN_CPU_CAPABILITY", "DNNL_MAX_CPU_ISA", "ONEDNN_MAX_CPU_ISA", "NVIDIA_TF32_OVERRIDE")
-"""Beginnings of the names of environment variables that choose kernels."""
-
-
-def arithmetic_of(
-    device: torch.device, compiled: str | None = None, is_offloaded: bool = False, gathered: str | None = None
-) -> Arithmetic:
-    """Return the properties of this process.
-
-    Args:
-        device: Device on which it trains.
-        compiled: Parts of the model that torch compiles; None for none.
-        is_offloaded: Whether the state of the optimizer is in host memory.
-        gathered: Format in which parameters are gathered; None for their own.
-    """
-    properties = {
-        "torch": str(torch.__version__),
-        "the CPU": f"{_cpu()} ({torch.backends.cpu.get_cpu_capability()})",
-        "the number of threads": str(torch.get_num_threads()),
-        **{name: value for name, value in sorted(os.environ.items()) if name.startswith(VARIABLES)},
-    }
-    if compiled:
-        properties["what torch compiles"] = compiled
-    if is_offloaded:
-        properties["what computes on the CPU"] = "the optimizer"
-    if gathered:
-        properties["the format of gathered parameters"] = gathered
-    if device.type == "cuda":
-        properties["the GPU"] = torch.cuda.get_device_name(device)
-    return properties
-
-
-def difference(known: Sequence[Arithmetic], places: tuple[str, str] = ("for one worker", "for another")) -> str | None:
-    """Return the first property in which processes or groups differ, with two of its values; None if all are equal.
-
-    Args:
-        known: Properties of the processes or groups.
-        places: Description of the first one and of the others.
-    """
-    first, *others = known
-    for other in others:
-        for name in [*first, *(name for name in other if name not in first)]:
-            if first.get(name) != other.get(name):
-                mine, others_own = first.get(name, "not set"), other.get(name, "not set")
-                return f"{name} is {mine} {places[0]} and {others_own} {places[1]}"
-    return None
-
-
-def _cpu() -> str:
-    try:
-        model = re.search(r"^model name\s*:\s*(.*)$", CPU_INFO.read_text(), re.MULTILINE)
-    except OSError:  # not on Linux
-        model = None
-    return model[1] if model else "unknown"
-
 
 MEASURED_STEPS = 3
 """Number of steps of a group after which its memory is reported: the first update makes the state of the optimizer, and later steps take

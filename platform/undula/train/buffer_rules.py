@@ -8,7 +8,7 @@ from torch import Tensor
 
 from undula.errors import UsageError
 from undula.parallel.collectives import AllReduce
-from undula.parallel.reduce.tree_sum import TreeSum
+from undula.parallel.reduce.tree import TreeSum
 from undula.state.pieces import as_real
 
 STEP_COUNTER = "num_batches_tracked"

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from undula.errors import UsageError
 from undula.parallel.collectives import all_reduce_over
 from undula.parallel.layout import Layout
-from undula.parallel.reduce.tree_sum import TreeSum
+from undula.parallel.reduce.tree import TreeSum
 from undula.train.buffer_rules import INTEGERS, Constants, Flags, Group, Integers, Means, is_constant, kind_of
 from undula.train.step_part import StepPart
 

@@ -15,9 +15,9 @@ from undula.recovery.restore import Restored
 from undula.recovery.worker_state import LeaveGroup
 from undula.state.events import ValidationEvent, WarningEvent
 from undula.state.goals import LOSS, ValidationResults
-from undula.train.attempt import STATE, Attempt, arithmetic_of, close_in_thread
-from undula.train.beside import StateBeside
+from undula.train.attempt import Attempt, close_in_thread
 from undula.train.boundary import StepBoundary
+from undula.train.given import STATE, arithmetic_of
 from undula.train.measurement import StepPhases
 from undula.train.micro_batches import MicroBatches
 from undula.train.model import watch_compilation_of
@@ -25,7 +25,7 @@ from undula.train.parts import ScriptParts
 from undula.train.randomness import seed_between_steps
 from undula.train.saver import StateSaver
 from undula.train.script_state import AfterStep
-from undula.train.script_variables import ScriptVariables
+from undula.train.script_variables import ScriptVariables, StateBeside
 from undula.train.setup import RunSetup
 from undula.train.step import Step
 from undula.train.trained_model import TrainedModel

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from undula.errors import UsageError
-from undula.parallel.gradient_hooks import ShowGradient
+from undula.parallel.reduce.accumulator import ShowGradient
 from undula.plan.noise import Measured, StepNorms
 from undula.state.pieces import Piece, piece_of
 from undula.state.squares import square_sums

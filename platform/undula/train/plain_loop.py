@@ -16,8 +16,8 @@ from torch.distributed.tensor import DTensor
 from undula.data.nested import with_tensors
 from undula.parallel.engines.engine import Engine
 from undula.parallel.engines.select import make_engine
-from undula.parallel.random_state import kept_random_state
-from undula.parallel.reduce.tree_sum import added
+from undula.parallel.recompute import kept_random_state
+from undula.parallel.reduce.tree import added
 from undula.parallel.spec import ShardingSpec
 from undula.plan.plan import MicroBatch
 from undula.plan.tree import Node, combined

@@ -5,7 +5,7 @@ from typing import Literal, TypeAlias
 
 import torch
 
-from undula.data.script.generators import for_torch, seed_generators
+from undula.data.script.items import for_torch, seed_generators
 from undula.plan.keys import key64
 
 Moment: TypeAlias = Literal["after the update", "after_step", "before the batches"]

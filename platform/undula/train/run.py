@@ -27,8 +27,8 @@ from undula.state.goals import LOSS, GoalSpec, StopSpec
 from undula.state.pieces import RankState
 from undula.train.launched_habits import refusal_of
 from undula.train.loop import TrainingLoop
+from undula.train.measurement import averaged, recorded
 from undula.train.parts import GivenParts, require_functions
-from undula.train.recorded import averaged, recorded
 from undula.train.script_state import AfterStep, Capture, Restore
 from undula.train.session import Check, GroupSession, Kept, Session
 from undula.train.step import Step

@@ -18,7 +18,7 @@ from undula.telemetry.messages import Publisher
 from undula.train.job import Job
 
 if TYPE_CHECKING:
-    from undula.recovery.leavers import Leavers
+    from undula.recovery.offers import Leavers
     from undula.recovery.replica import ReplicaClient  # which imports Ray
 
 

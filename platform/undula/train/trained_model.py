@@ -1,7 +1,4 @@
-"""The model of a run on a rank, and everything that a step does to it, in order.
-
-Also here: frozen parameters of a model, which are a part of the state: a script can unfreeze a layer at one step and never again.
-"""
+"""The model of a run on a rank, and everything that a step does to it, in order."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -14,49 +11,14 @@ from undula.parallel.layout import Layout
 from undula.plan.plan import MicroBatch, OptimizerStep, Plan
 from undula.recovery.baseline import Baseline
 from undula.state.events import BatchEvent
-from undula.state.model_state import named_parameters
 from undula.train.buffers import BufferMean
 from undula.train.job import Job
 from undula.train.learning_rate import OptimizerRates, StepRate, rate_for
-from undula.train.loss_scale import LossScale
 from undula.train.noise_scale import NoiseScaleMeter
 from undula.train.randomness import seed_micro_batch, seed_update
 from undula.train.script_guard import ScriptGuard
-from undula.train.step_part import StepPart, Update, added_parts
+from undula.train.step_part import FrozenParameters, LossScale, StepPart, Update, added_parts
 from undula.train.step_reduction import StepTotals
-
-FROZEN = "frozen_parameters"
-"""Name of the value in the state: lists of the names of frozen parameters, those `at_start` and those `now`."""
-
-
-class FrozenParameters(StepPart):
-    """Frozen parameters of a model.
-
-    A state has them if they have changed since the script made the model. If a script has other parameters frozen at the start than it had
-    when the state was saved, it was changed, or decides by itself what is frozen after a resume. The parameters then remain as they are.
-
-    Args:
-        model: Model of the run, as the script has made it.
-    """
-
-    def __init__(self, model: nn.Module):
-        self._model = model
-        self._at_start = self._frozen()
-
-    def state(self) -> dict[str, Any]:
-        """Return the value of the state by its name, if there is one."""
-        now = self._frozen()
-        return {FROZEN: {"at_start": self._at_start, "now": now}} if now != self._at_start else {}
-
-    def restore(self, values: Mapping[str, Any]) -> None:
-        """Freeze and unfreeze the parameters as they were when a state was saved."""
-        saved = values.get(FROZEN)
-        if saved and saved["at_start"] == self._at_start:
-            for name, parameter in named_parameters(self._model):
-                parameter.requires_grad_(name not in saved["now"])
-
-    def _frozen(self) -> list[str]:
-        return [name for name, parameter in named_parameters(self._model) if not parameter.requires_grad]
 
 
 class TrainedModel:

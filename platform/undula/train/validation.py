@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from undula.data.nested import moved
 from undula.errors import UsageError
 from undula.parallel.collectives import ScriptCollectives, any_rank
-from undula.parallel.random_state import kept_random_state
+from undula.parallel.recompute import kept_random_state
 from undula.plan.plan import MicroBatch
 from undula.recovery.progress import BETWEEN_STEPS, DATA, SHARDED_VALIDATE, VALIDATE
 from undula.state.goals import LOSS

@@ -19,7 +19,7 @@ from undula.config.job import JobSpec, load_spec
 from undula.errors import SpecError
 from undula.optim.optimizers import OptimizerConfig
 from undula.plan.plan import Plan
-from undula.train.loss_scale import GROWTH_INTERVAL, INITIAL
+from undula.train.step_part import GROWTH_INTERVAL, INITIAL_SCALE
 
 BATCH = {"train_batch_size": 64}
 OFFLOADED = {"device": "cpu", "pin_memory": True}
@@ -289,7 +289,7 @@ def test_precision_is_that_of_deepspeed() -> None:
 
 def test_reasons_name_the_loss_scale_of_undula() -> None:
     assert f"after {GROWTH_INTERVAL} steps" in REASONS["fp16.loss_scale_window"]
-    assert f"2^{round(math.log2(INITIAL))}" in REASONS["fp16.initial_scale_power"]
+    assert f"2^{round(math.log2(INITIAL_SCALE))}" in REASONS["fp16.initial_scale_power"]
 
 
 def test_trackers_and_compression_are_those_of_deepspeed() -> None:

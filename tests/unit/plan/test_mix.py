@@ -5,8 +5,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from undula.data.stored.mixture import PERIOD, Mix
 from undula.errors import SpecError
-from undula.plan.mix import PERIOD, Mix
 
 weights = st.lists(st.floats(0.01, 100), min_size=2, max_size=6).map(tuple)
 

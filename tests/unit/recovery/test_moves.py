@@ -19,7 +19,8 @@ from undula.recovery.moves import (
     packed_parts,
     unpack_parts,
 )
-from undula.state.pieces import Box, Piece, RankState, elements, intersection, without
+from undula.state.boxes import Box, elements, intersection, without
+from undula.state.pieces import Piece, RankState
 
 ROWS = {"weight": (13, 3), "bias": (5,), "step": ()}
 

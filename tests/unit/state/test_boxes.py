@@ -5,7 +5,7 @@ from itertools import product
 from hypothesis import given
 from hypothesis import strategies as st
 
-from undula.state.pieces import Box, difference, elements, intersection, split, whole_box, without
+from undula.state.boxes import Box, difference, elements, intersection, split, whole_box, without
 
 SIDES = st.tuples(st.integers(0, 4), st.integers(0, 4))
 

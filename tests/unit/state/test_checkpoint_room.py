@@ -3,8 +3,7 @@
 import pytest
 
 from undula.state.goals import GoalSpec
-from undula.state.room import lack_of_room, size
-from undula.state.spec import CheckpointSpec
+from undula.state.spec import CheckpointSpec, lack_of_room, size
 
 
 @pytest.mark.parametrize(("keep_best", "most"), [(None, 3), (GoalSpec("accuracy", "max"), 4)])

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from undula.state.digest import additive_digest
 from undula.state.pieces import piece_of
+from undula.train.saver import additive_digest
 
 
 @pytest.mark.parametrize(

@@ -6,9 +6,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from undula.recovery.offers import Answer, chosen, combined, described, newest_complete
+from undula.state.boxes import elements
 from undula.state.checkpoint_files import share_of
 from undula.state.extents import Extent, Kinds, are_complete
-from undula.state.pieces import Holding, TensorSpec, elements, is_complete
+from undula.state.pieces import Holding, TensorSpec, is_complete
 
 SHAPES = [(6,), (4, 2), ()]
 

@@ -13,7 +13,7 @@ from ranks import on_ranks
 from undula.state.events import WarningEvent
 from undula.state.ledger import events_of, read_ledger
 from undula.storage import Store
-from undula.train.attempt import arithmetic_of, difference
+from undula.train.given import arithmetic_of, difference
 from undula.train.job import Job
 
 

@@ -6,7 +6,7 @@ import threading
 import torch
 from torch import nn
 
-from undula.train.beside import StateBeside
+from undula.train.script_variables import StateBeside
 
 
 def test_a_lazy_layer_beside_the_model_has_changed_once_it_has_weights() -> None:

@@ -17,9 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from undula.data.prepare.write import write_shards
 from undula.errors import UsageError
-from undula.parallel.engines.engine import gradient_norm
-from undula.parallel.gradient_hooks import GradientHooks
-from undula.parallel.parameters import trainable
+from undula.parallel.reduce.accumulator import GradientHooks, gradient_norm, trainable
 from undula.parallel.spec import GradientSpec
 from undula.plan.noise import StepNorms
 from undula.plan.schedule import ScheduleSpec

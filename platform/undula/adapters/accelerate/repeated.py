@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 
 from undula.data.nested import moved
 from undula.data.script.items import Items, requests
-from undula.parallel.random_state import kept_random_state
+from undula.parallel.recompute import kept_random_state
 from undula.train.run import Run
 
 

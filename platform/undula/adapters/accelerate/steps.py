@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from undula.errors import UsageError
-from undula.train.recorded import averaged
+from undula.train.measurement import averaged
 from undula.train.run import Run
 from undula.train.step import Step
 

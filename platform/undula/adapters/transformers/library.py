@@ -22,7 +22,7 @@ from undula.adapters.refusals import TRAINER_METHODS, refused_override
 from undula.adapters.script import Place
 from undula.data.script.dataset import check_indexed
 from undula.errors import SpecError, UsageError
-from undula.train.recorded import recorded
+from undula.train.measurement import recorded
 from undula.train.run import Run
 from undula.train.script_source import refuse_number_of_workers
 

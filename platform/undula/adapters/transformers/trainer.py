@@ -50,7 +50,7 @@ from undula.adapters.transformers.older import OlderLoop
 from undula.data.script.dataset import fingerprint_of
 from undula.data.script.loader_processes import Loader
 from undula.errors import SpecError, UsageError
-from undula.parallel.random_state import kept_random_state
+from undula.parallel.recompute import kept_random_state
 from undula.parallel.sharding import problem_of_optimizer
 from undula.train.run import Run
 from undula.train.step import Step

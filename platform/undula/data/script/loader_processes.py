@@ -18,8 +18,7 @@ from typing import Any, TypeAlias, TypeVar
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from undula.data.script.generators import kept_generators, on_host
-from undula.data.script.items import Items, Request
+from undula.data.script.items import Items, Request, kept_generators, on_host
 from undula.errors import UsageError
 from undula.masking.output import mask_output
 from undula.masking.values import declare, declared

@@ -3,8 +3,7 @@
 import numpy as np
 
 from undula.data.reader import Samples
-from undula.data.script.generators import kept_generators
-from undula.data.script.items import Items, Purpose, any_request, requests
+from undula.data.script.items import Items, Purpose, any_request, kept_generators, requests
 from undula.data.script.loader_processes import Loader
 from undula.errors import UsageError
 from undula.plan.plan import Plan

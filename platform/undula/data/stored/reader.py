@@ -12,13 +12,12 @@ from undula.data.spec import DataSpec
 from undula.data.stored.cache import DiskCache
 from undula.data.stored.manifest import Manifest
 from undula.data.stored.maps import SampleFunction
-from undula.data.stored.mixture import Mixture, StoredData
+from undula.data.stored.mixture import Mix, Mixture, StoredData
 from undula.data.stored.read_ahead import ReadAhead
 from undula.data.stored.reads import WindowReads
 from undula.data.stored.rows import WindowRows, concatenated, samples_at
 from undula.data.stored.windows import StreamMap, WindowReader, needed_windows
 from undula.plan.keys import key64
-from undula.plan.mix import Mix
 from undula.plan.plan import Plan
 
 

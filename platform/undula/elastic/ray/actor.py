@@ -31,8 +31,7 @@ from undula.elastic.sockets import cut_connections, cut_sockets, listening_ports
 from undula.elastic.waits import present_wait
 from undula.errors import ClusterError
 from undula.masking.output import mask_output
-from undula.recovery.leavers import Common
-from undula.recovery.offers import Described, Offer, described
+from undula.recovery.offers import Common, Described, Offer, described
 from undula.recovery.part_server import PartAddress, PartServer
 from undula.recovery.progress import LEFT, ProgressView
 from undula.recovery.snapshot import Age, packed

@@ -1,9 +1,6 @@
-"""Engine that trains a module of which each rank has the whole.
+"""Engine that trains a module of which each rank has the whole."""
 
-Also here: norm of a step's gradient, and clipping of the gradient to a maximum norm.
-"""
-
-from collections.abc import Callable, Iterable, Sequence, Set
+from collections.abc import Callable, Sequence, Set
 from contextlib import AbstractContextManager, nullcontext
 from operator import is_
 
@@ -14,45 +11,19 @@ from undula.errors import UsageError
 from undula.parallel.capabilities import DATA_PARALLEL, Capabilities, Feature, refusal
 from undula.parallel.collectives import broadcast_from_rank_0
 from undula.parallel.device_clock import Mark
-from undula.parallel.gradient_hooks import GradientHooks, ShowGradient
 from undula.parallel.layout import Layout
-from undula.parallel.parameters import features_of_model, parameters_of
 from undula.parallel.precision import Autocast, unscale
-from undula.parallel.reduce.accumulator import Accumulator
+from undula.parallel.reduce.accumulator import (
+    Accumulator,
+    GradientHooks,
+    ShowGradient,
+    clip_gradients,
+    features_of_model,
+    gradient_norm,
+    parameters_of,
+)
 from undula.parallel.spec import GradientSpec
 from undula.plan.plan import MicroBatch
-from undula.state.pieces import local_part
-from undula.state.squares import square_sums
-
-
-def gradient_norm(parameters: Iterable[nn.Parameter]) -> Tensor:
-    """Return the 2-norm of all gradients together, as a scalar tensor.
-
-    If ranks have shards of the gradients, it is the norm of the whole gradients, and all ranks must call this. It does not wait for a GPU.
-    """
-    by_precision: dict[bool, list[Tensor]] = {}
-    for parameter in parameters:
-        if parameter.grad is not None:
-            by_precision.setdefault(parameter.grad.dtype.to_real() == torch.float64, []).append(parameter.grad)
-    sums = [square_sums([gradients]) for gradients in by_precision.values()]
-    return torch.cat(sums).sum().sqrt() if sums else torch.tensor(0.0, device="cpu")
-
-
-def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float, norm: Tensor) -> None:
-    """Scale all gradients so that their norm becomes `max_norm`, if their present norm `norm` is larger.
-
-    The factor is that of `torch.nn.utils.clip_grads_with_norm_`, which would take a fifth of a second in the first step on shards.
-    """
-    factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
-    dense: dict[torch.device, list[Tensor]] = {}
-    for parameter in parameters:
-        if parameter.grad is not None and parameter.grad.is_sparse:
-            parameter.grad = parameter.grad * factor
-        elif parameter.grad is not None:
-            gradient = local_part(parameter.grad)
-            dense.setdefault(gradient.device, []).append(gradient)
-    for device, gradients in dense.items():
-        torch._foreach_mul_(gradients, factor.to(device))
 
 
 class Engine:

@@ -13,7 +13,7 @@ from undula.parallel.collectives import AllRows, all_rows
 from undula.parallel.engines.engine import Engine
 from undula.parallel.engines.library import library_named
 from undula.parallel.layout import Layout
-from undula.parallel.parameters import features_of_model
+from undula.parallel.reduce.accumulator import features_of_model
 from undula.parallel.reduce.adasum import AdasumAccumulator
 from undula.parallel.reduce.exchange import Exchange, TorchExchange
 from undula.parallel.reduce.tree import TreeAccumulator

@@ -17,11 +17,11 @@ from undula.parallel.capabilities import SHARDED
 from undula.parallel.collectives import broadcast_from_rank_0, meet
 from undula.parallel.engines.engine import Engine
 from undula.parallel.fsdp_methods import free_methods, guard_methods
-from undula.parallel.gradient_hooks import ShowGradient
 from undula.parallel.layout import Layout
 from undula.parallel.local_step import on_local_parts
 from undula.parallel.materialize import is_on_meta, materialize, own_layers, problem_of_meta
 from undula.parallel.precision import dtype_of
+from undula.parallel.reduce.accumulator import ShowGradient
 from undula.parallel.reduce.sharded import PROBLEM_OF_SHARDS, ShardedAccumulator
 from undula.parallel.sharded_tensors import adapt_sharded_tensors, changed_shards, forget_changes
 from undula.parallel.sharding import (

@@ -12,9 +12,8 @@ from torch.distributed.fsdp import FSDPModule
 from torch.utils.hooks import RemovableHandle
 
 from undula.errors import UsageError
-from undula.parallel.gradient_hooks import ShowGradient
 from undula.parallel.layout import Layout
-from undula.parallel.reduce.accumulator import Accumulator
+from undula.parallel.reduce.accumulator import Accumulator, ShowGradient
 from undula.parallel.reduce.unit import Unit, flat_gradient, places_of, stays_gathered
 from undula.parallel.reduce.unit_order import Collective, Pass, UnitOrder
 from undula.parallel.reduce.unit_sum import InterleavedUnitSum, UnitSum

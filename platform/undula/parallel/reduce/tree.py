@@ -8,22 +8,81 @@ bucket also says which parameters have a gradient, and a gradient that no virtua
 A backward pass can add to a gradient several times, as when activation checkpointing with use_reentrant=True runs a layer twice. It is then
 not known when a bucket is complete. The first step therefore sends all buckets after its backward pass, and so do later steps if a
 gradient was added to several times.
+
+Also here: sum of tensors along the tree over the virtual workers, for what is not a gradient.
 """
 
 from collections.abc import Callable, Sequence
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from undula.errors import UsageError
 from undula.parallel.device_clock import mark_on
 from undula.parallel.layout import Layout
-from undula.parallel.parameters import sparse_parameters
-from undula.parallel.reduce.accumulator import Accumulator
+from undula.parallel.reduce.accumulator import Accumulator, sparse_parameters
 from undula.parallel.reduce.bucket import Bucket, divide
-from undula.parallel.reduce.exchange import Exchange
+from undula.parallel.reduce.exchange import Exchange, TorchExchange
 from undula.parallel.reduce.sparse import SparseSums
 from undula.plan.plan import MicroBatch
+from undula.plan.tree import Fold
+
+
+class TreeSum:
+    """Sum over the micro-batches of a step, with the same bits at any number of ranks.
+
+    Args:
+        layout: Layout of the worker group; None for a process without one.
+        virtual_workers: Number of virtual workers of the plan.
+    """
+
+    def __init__(self, layout: Layout | None, virtual_workers: int):
+        self._virtual_workers = virtual_workers
+        self._own = layout.virtual_workers(virtual_workers) if layout else range(virtual_workers)
+        self._num_slices = layout.num_cells if layout else 1
+        self._exchange = TorchExchange(layout, virtual_workers) if layout and layout.num_cells > 1 else None
+        self.begin_step()
+
+    def begin_step(self) -> None:
+        self._fold = Fold[Tensor | None](self._virtual_workers, added)
+        self._open = list(self._own)
+        """Virtual workers of this rank whose leaves are not closed."""
+        self._leaf: Tensor | None = None
+
+    def add(self, virtual_worker: int, term: Tensor) -> None:
+        """Add a term of a micro-batch. A rank adds those of one virtual worker after those of another."""
+        self._close_until(virtual_worker)
+        self._leaf = added(self._leaf, term)
+
+    def total(self, like: Tensor) -> Tensor:
+        """Return the sum. All ranks must call this together.
+
+        Args:
+            like: Tensor that has the shape [elements], the dtype and the device of the sum.
+        """
+        self._close_until(self._virtual_workers)
+        padding = -len(like) % self._num_slices
+        roots = [
+            F.pad(torch.zeros_like(like) if root is None else root, (0, padding)) for root in self._fold.roots.values()
+        ]
+        if self._exchange and len(like):
+            self._exchange.begin_step()
+            self._exchange.send(0, roots)
+            self._exchange.finish(0)
+        return roots[0][: len(like)] + 0.0
+
+    def _close_until(self, virtual_worker: int) -> None:
+        while self._open and self._open[0] < virtual_worker:
+            self._fold.push(self._open.pop(0), self._leaf)
+            self._leaf = None
+
+
+def added(one: Tensor | None, other: Tensor | None) -> Tensor | None:
+    """Return the sum of two tensors, of which None counts as zero."""
+    if one is None or other is None:
+        return other if one is None else one
+    return one + other
 
 
 class TreeAccumulator(Accumulator):

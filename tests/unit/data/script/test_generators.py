@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from undula.data.script.generators import seed_generators
+from undula.data.script.items import seed_generators
 
 
 def drawn() -> tuple[float, float, list[float], list[float]]:
