@@ -23,6 +23,7 @@ from conformance_models import (
     ChannelsLast,
     Complex,
     Counting,
+    Dropping,
     Empty,
     Frozen,
     Lazy,
@@ -141,6 +142,12 @@ def unfreeze_once(step: int, model: nn.Module, optimizer: torch.optim.Optimizer)
         model.requires_grad_(True)
 
 
+def evaluate_from_step_1_on(step: int, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """The model stays in evaluation mode after a validation of the script before step 1, which drops nothing any more."""
+    if step == 1:
+        model.eval()
+
+
 def average_weights(model: nn.Module) -> None:
     """Move the average of the weights, a buffer, towards the weights."""
     model.average.lerp_(model.first.weight.detach(), 0.1)  # type: ignore[union-attr,operator]
@@ -230,6 +237,7 @@ MODELS: dict[str, Training] = {
     "extra state": Training(WithExtraState, adamw, on_numbers, count_step),
     "a compiled model": Training(compiled, adamw, on_numbers),
     "a layer that is frozen and unfrozen": Training(Plain, adamw, on_numbers, freeze_and_unfreeze),
+    "a model that stays in evaluation mode": Training(Dropping, adamw, on_numbers, evaluate_from_step_1_on),
     "a layer that is unfrozen once": Training(Frozen, adamw, on_numbers, unfreeze_once),
     "an average of the weights": Training(Averaged, adamw, on_numbers, after_update=average_weights),
     "an average of the weights in after_step": Training(Averaged, adamw, on_numbers, after_step=average_weights),

@@ -90,6 +90,13 @@ class ChannelsLast(Plain):
         return super().forward((x @ self.directions.t())[:, :WIDTH])
 
 
+class Dropping(Plain):
+    """Network with dropout."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(nn.functional.dropout(x, 0.5, self.training))
+
+
 class Frozen(Plain):
     """The first layer is frozen."""
 

@@ -59,7 +59,7 @@ from undula.state.ledger import events_of, read_ledger
 from undula.state.model_state import names_in_state
 from undula.state.spec import CheckpointSpec
 from undula.storage import Store
-from undula.train import micro_batches, trained_model
+from undula.train import micro_batches, step_part
 from undula.train.job import Job
 from undula.train.micro_batches import DeviceBatches
 
@@ -260,7 +260,7 @@ def train_in_groups(
     """
     states: dict[str, dict[str, list[Any]]] = {}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(trained_model, "GROWTH_INTERVAL", SCALE_INTERVAL)
+        patch.setattr(step_part, "GROWTH_INTERVAL", SCALE_INTERVAL)
         patch.setattr(micro_batches, "DeviceBatches", partial(DeviceBatches, reads_ahead=reads_ahead))
         for name, job in jobs.items():
             worker = WorkerState(is_run=True, controller=object())

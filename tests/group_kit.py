@@ -35,7 +35,7 @@ from undula.recovery.worker_state import HeldState, LeaveGroup, Request, WorkerS
 from undula.state.boxes import elements, without
 from undula.state.processes import send_signal
 from undula.state.spec import CheckpointSpec
-from undula.train import trained_model
+from undula.train import step_part
 from undula.train.boundary import StepBoundary
 from undula.train.job import Job
 from undula.train.run import Run
@@ -265,7 +265,7 @@ def _train(order: Order, worker: WorkerState) -> Ended:
     former = worker.held
     counted: list[int] = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(trained_model, "GROWTH_INTERVAL", SCALE_INTERVAL)
+        patch.setattr(step_part, "GROWTH_INTERVAL", SCALE_INTERVAL)
         if order.fault:
             _inject(order.fault, order.rank, patch)
         _count(patch, former, counted, leavers)

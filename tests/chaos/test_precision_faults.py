@@ -18,7 +18,7 @@ from undula.testing.nodes import Nodes
 INTERVAL, PERIOD, FIRST = 7, 11, 3
 """Steps without an overflow after which the scale grows, and the steps that overflow: FIRST and every PERIOD-th after it."""
 HOOK = f"""
-from undula.train import trained_model
+from undula.train import step_part
 
 current = []
 
@@ -26,7 +26,7 @@ def before(step):
     current[:] = [step.index]
 
 def prepared(module):
-    trained_model.GROWTH_INTERVAL = {INTERVAL}
+    step_part.GROWTH_INTERVAL = {INTERVAL}
     def overflow(gradient):
         return gradient * (float("inf") if current[0] % {PERIOD} == {FIRST} else 1.0)
     next(module.parameters()).register_hook(overflow)

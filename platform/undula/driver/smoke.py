@@ -262,6 +262,12 @@ class SmokeTest:
             if not all(_are_alike(alone, each) for each in self._events(GroupEvent)[0].workers):
                 tolerance = max(tolerance, TOLERANCE)
             others = self._require_same("2 workers", figures, "a run on two workers", OWN_BATCH, tolerance)
+            if tolerance == 0.0 and after["weights_digest"] != before["weights_digest"]:
+                raise SmokeError(
+                    f"2 workers: the weights after {self.last} steps are not those of one worker, although the losses are: the script "
+                    "changes gradients or weights in a way that depends on the rank or the number of workers, as with "
+                    "weight.to_local(); make the change that one worker makes, on all of them"
+                )
             if names := [name for name in others if name not in varying]:
                 note += f"; logged with other numbers: {', '.join(names)}"
         _print("2 workers", took_s, note)

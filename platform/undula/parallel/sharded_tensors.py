@@ -1,6 +1,5 @@
 """What sharded tensors do otherwise than in torch, so that a script has the results that it has with whole tensors."""
 
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, NoReturn
@@ -24,8 +23,8 @@ _owners: Any = WeakIdKeyDictionary()
 """Reference to the sharded tensor from which a script got a tensor as `data`, by that tensor."""
 _gathered = DTensor.full_tensor
 _redistribute: Any = DTensor._op_dispatcher.redistribute_local_args
-_changes = Counter[int]()
-"""Number of changes in place of sharded tensors, by the storage of their shard."""
+_watched: dict[int, tuple[ref[Tensor], list[int]]] = {}
+"""Shards whose changes count, and how often each was changed, by their storage. A storage is only known by its number while it lives."""
 
 
 def adapt_sharded_tensors() -> None:
@@ -58,18 +57,24 @@ def _is_in_place(operation: Any) -> bool:
     return schema.is_mutable and schema.name.endswith("_") and isinstance(schema.arguments[0].type, torch.TensorType)
 
 
+def watch_changes(values: Iterable[object], is_new: bool) -> None:
+    """Count changes in place of some sharded tensors from now on, and those of former ones no more if `is_new`."""
+    if is_new:
+        _watched.clear()
+    for value in values:
+        if isinstance(value, DTensor):
+            _watched[_storage_of(value._local_tensor)] = ref(value._local_tensor), [0]
+
+
 def changed_shards(values: Iterable[object]) -> int:
-    """Return 16 bits of a digest of how often each sharded tensor among some values was changed in place since `forget_changes`.
+    """Return 16 bits of a digest of how often each sharded tensor among some values was changed in place since it is watched.
 
     Ranks have other shards, but change them by the same calls. What a script does to the local part of a tensor does not count.
     """
     shards = [value._local_tensor for value in values if isinstance(value, DTensor)]
-    return crc32(repr([_changes[_storage_of(shard)] for shard in shards]).encode()) & 0xFFFF
-
-
-def forget_changes() -> None:
-    """Begin to count changes of sharded tensors anew. All ranks must call this at the same places."""
-    _changes.clear()
+    found = [(shard, _watched.get(_storage_of(shard))) for shard in shards]
+    counts = [entry[1][0] if entry and entry[0]() is shard else 0 for shard, entry in found]
+    return crc32(repr(counts).encode()) & 0xFFFF
 
 
 def _storage_of(shard: Tensor) -> int:
@@ -175,7 +180,8 @@ def _change(
             f"the script changed rows of a sharded tensor in place ({operation}), which are a copy, so that the tensor would stay as it "
             "is; change the whole tensor, for example with weight.mul_(mask) or weight.copy_(whole)"
         )
-    _changes[storage] += 1
+    if storage in _watched:
+        _watched[storage][1][0] += 1
     if is_sharded and operation == torch.ops.aten.copy_.default and not isinstance(arguments[1], DTensor):
         _copy_whole(arguments[1], changed)
         return changed  # type: ignore[no-any-return]

@@ -80,7 +80,7 @@ class Baseline:
     """
 
     def __init__(self, module: nn.Module, optimizer: torch.optim.Optimizer):
-        self._parameters = list(module.parameters())
+        self._parameters, self._modules = list(module.parameters()), list(module.modules())
         self._watched = Watched(self._tensors_of_updates)
         self._places = [layer._buffers for layer in module.modules() if layer._buffers]
         self._optimizer = optimizer
@@ -150,13 +150,14 @@ class Baseline:
         return digest_of(self._seen or {})
 
     def settings(self) -> int:
-        """Return 16 bits of a digest of the settings of the optimizer, and of which parameters are frozen."""
+        """Return 16 bits of a digest of the settings of the optimizer, of what is frozen, and of the modules in evaluation mode."""
         groups = [
             {key: value for key, value in group.items() if isinstance(value, int | float | str | None)}
             for group in self._optimizer.param_groups
         ]
         frozen = bytes(parameter.requires_grad for parameter in self._parameters)
-        return int.from_bytes(blake2b(repr((groups, frozen)).encode(), digest_size=2).digest(), "big")
+        modes = bytes(module.training for module in self._modules)
+        return int.from_bytes(blake2b(repr((groups, frozen, modes)).encode(), digest_size=2).digest(), "big")
 
     @property
     def is_intact(self) -> bool:

@@ -112,13 +112,13 @@ class StepBoundary:
         totals = self._reducer.reduce(local)
         if not (totals.settings and totals.weights):
             what = (
-                "the weights or the optimizer's state"
+                "the weights, their gradients or the optimizer's state"
                 if totals.settings
-                else "the optimizer's settings or what is frozen"
+                else "the optimizer's settings, what is frozen, or which modules are in evaluation mode (eval() and train())"
             )
             raise UsageError(
-                f"the script has changed {what} on some workers only before step {step.index}, so that their weights would differ; make "
-                "the same change on all workers, whatever their rank"
+                f"the script has changed {what} on some workers only before the update of step {step.index}, so that their weights would "
+                "differ; make the same change on all workers, whatever their rank"
             )
         return totals
 
@@ -218,7 +218,8 @@ class StepBoundary:
             attempt.report_skip(step.done, measured.get("loss_scale", 1.0), scale.factor, scale.skipped_steps)
 
     def _is_digest_due(self, step: OptimizerStep) -> bool:
-        return step.done // DIGEST_EVERY > step.index // DIGEST_EVERY or step.done == self._setup.plan.total_steps
+        is_last = step.done == self._setup.plan.total_steps or self._setup.job.ends_after is not None
+        return step.done // DIGEST_EVERY > step.index // DIGEST_EVERY or is_last
 
     def settle(self, owed_since: int | None, place: int) -> None:
         """Take the state as it is now as that which this group could hand over.

@@ -5,13 +5,14 @@ MIXED = (
     "instead of a part of it, and make averages and other copies of weights a part of the module before run.model()"
 )
 NO_RULE = (
-    "the script has computed with shards of parameters in a way that torch has no rule for, such as parameters_to_vector(): in a sharded "
-    "model, take the whole parameter with full_tensor(), which all workers call"
+    "the script has computed with shards of parameters in a way that torch has no rule for, such as parameters_to_vector(); in a sharded "
+    "model, take `whole = weight.full_tensor()`, which all workers call, and to change the weight, call weight.copy_(whole) afterwards"
 )
 FIXES = {
     "mixed torch.Tensor and DTensor": MIXED,
     "Sharding propagation failed": NO_RULE,
     "does not have a sharding strategy": NO_RULE,
+    "as_strided not supported with DTensor": NO_RULE,
 }
 """What the script can do, by a part of torch's message."""
 

@@ -206,12 +206,14 @@ class LossScale(StepPart):
         return {"loss_scale": before.factor}
 
 
+EVALUATES = "modules_in_evaluation"
+"""Name of the value in the state: lists of the names of modules in evaluation mode, those `at_start` and those `now`."""
 FROZEN = "frozen_parameters"
 """Name of the value in the state: lists of the names of frozen parameters, those `at_start` and those `now`."""
 
 
 class FrozenParameters(StepPart):
-    """Frozen parameters of a model.
+    """Frozen parameters of a model, and its modules in evaluation mode.
 
     A state has them if they have changed since the script made the model. If a script has other parameters frozen at the start than it had
     when the state was saved, it was changed, or decides by itself what is frozen after a resume. The parameters then remain as they are.
@@ -221,20 +223,33 @@ class FrozenParameters(StepPart):
     """
 
     def __init__(self, model: nn.Module):
-        self._model = model
+        self._model, self._modules = model, dict(model.named_modules())
         self._at_start = self._frozen()
+        self._evaluates = self._evaluates_at_start = self._in_evaluation()
+
+    def begin_step(self, index: int, merged_steps: int) -> None:
+        """Note the modes in which the step trains. In between, a validation of the script may have others."""
+        self._evaluates = self._in_evaluation()
 
     def state(self) -> dict[str, Any]:
-        """Return the value of the state by its name, if there is one."""
-        now = self._frozen()
-        return {FROZEN: {"at_start": self._at_start, "now": now}} if now != self._at_start else {}
+        """Return the values of the state by their names, as far as there are any."""
+        now, modes = self._frozen(), {"at_start": self._evaluates_at_start, "now": self._evaluates}
+        frozen = {FROZEN: {"at_start": self._at_start, "now": now}} if now != self._at_start else {}
+        return {**frozen, EVALUATES: modes} if self._evaluates != self._evaluates_at_start else frozen
 
     def restore(self, values: Mapping[str, Any]) -> None:
-        """Freeze and unfreeze the parameters as they were when a state was saved."""
+        """Freeze and unfreeze the parameters as they were when a state was saved, and give the modules their modes."""
+        modes = values.get(EVALUATES)
+        if modes and modes["at_start"] == self._evaluates_at_start:
+            for name, module in self._modules.items():
+                module.training = name not in modes["now"]
         saved = values.get(FROZEN)
         if saved and saved["at_start"] == self._at_start:
             for name, parameter in named_parameters(self._model):
                 parameter.requires_grad_(name not in saved["now"])
+
+    def _in_evaluation(self) -> list[str]:
+        return [name for name, module in self._modules.items() if not module.training]
 
     def _frozen(self) -> list[str]:
         return [name for name, parameter in named_parameters(self._model) if not parameter.requires_grad]

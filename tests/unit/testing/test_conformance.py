@@ -34,6 +34,7 @@ RESUMED = (
     *("a branch that some steps use", "an LSTM with dropout", "repeated blocks", "buffers of all kinds", "extra state"),
     *("experts, heads and a layer that is skipped", "complex parameters", "bf16 parameters", "parametrizations"),
     *("a compiled model", "a layer that is frozen and unfrozen", "an average in after_step, and state"),
+    "a model that stays in evaluation mode",
     *("parameters with other memory", "random numbers in after_step", "a buffer that moves before the batches"),
 )
 """Models whose state is of a kind of its own."""

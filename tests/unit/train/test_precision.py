@@ -33,7 +33,7 @@ from undula.plan.precision import PrecisionSpec
 from undula.state.events import SkipEvent, WarningEvent
 from undula.state.ledger import events_of, read_ledger
 from undula.storage import Store
-from undula.train import trained_model
+from undula.train import step_part
 from undula.train.job import Job
 from undula.train.step_part import LONG_SKIPPED_STEPS, Scale
 
@@ -49,7 +49,7 @@ def trained(
     overflows: Container[int] = OVERFLOWS,
 ) -> Iterator[bool]:
     """Train, and yield after each step whether the weights have changed."""
-    trained_model.GROWTH_INTERVAL = SCALE_INTERVAL
+    step_part.GROWTH_INTERVAL = SCALE_INTERVAL
     run = cpu_run(job, rank, world_size)
     model = run.model(two_layers(is_sharded))
     run.optimizer(torch.optim.AdamW(model.parameters(), lr=run.base_lr))
@@ -117,7 +117,7 @@ def test_the_defaults_are_those_of_torch() -> None:
         scaler.get_backoff_factor(),
         scaler.get_growth_interval(),
     )
-    assert theirs == (trained_model.INITIAL_SCALE, trained_model.SCALE_GROWTH, trained_model.SCALE_BACKOFF, 2000)
+    assert theirs == (step_part.INITIAL_SCALE, step_part.SCALE_GROWTH, step_part.SCALE_BACKOFF, 2000)
 
 
 def _changes(rank: int, world_size: int, jobs: dict[str, Job]) -> dict[str, list[bool]]:

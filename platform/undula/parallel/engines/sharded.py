@@ -23,7 +23,7 @@ from undula.parallel.materialize import is_on_meta, materialize, own_layers, pro
 from undula.parallel.precision import dtype_of
 from undula.parallel.reduce.accumulator import ShowGradient
 from undula.parallel.reduce.sharded import PROBLEM_OF_SHARDS, ShardedAccumulator
-from undula.parallel.sharded_tensors import adapt_sharded_tensors, changed_shards, forget_changes
+from undula.parallel.sharded_tensors import adapt_sharded_tensors, changed_shards, watch_changes
 from undula.parallel.sharding import (
     Settles,
     has_known_results,
@@ -296,10 +296,18 @@ class ShardedEngine(Engine):
         is_local = is_settled and has_known_results(self.optimizer) and not has_own_step(self.optimizer)
         with on_local_parts(self.optimizer) if is_local else nullcontext():
             super().step(applies)
-        forget_changes()
+        watch_changes([*self.parameters, *leaves(self.optimizer.state)], is_new=True)
+
+    def finish_gradients(
+        self, samples: int, *, max_norm: float | None = None, loss_scale: float | None = None
+    ) -> tuple[Tensor, Tensor]:
+        found = super().finish_gradients(samples, max_norm=max_norm, loss_scale=loss_scale)
+        watch_changes([parameter.grad for parameter in self.parameters], is_new=False)
+        return found
 
     def changed_shards(self) -> int:
-        return changed_shards([*self.parameters, *leaves(self.optimizer.state)])
+        gradients = (parameter.grad for parameter in self.parameters)
+        return changed_shards([*self.parameters, *leaves(self.optimizer.state), *gradients])
 
 
 def _parts(module: nn.Module) -> Iterator[FSDPModule]:
