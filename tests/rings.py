@@ -67,7 +67,7 @@ BUDGETS = {
     "operations": 1655,
     "optimizers": 230,
     "pages": 1560,
-    "planning": 3955,
+    "planning": 3960,
     "preparation": 1155,
     "studies": 3760,
     "trackers": 320,

@@ -218,8 +218,7 @@ class StepBoundary:
             attempt.report_skip(step.done, measured.get("loss_scale", 1.0), scale.factor, scale.skipped_steps)
 
     def _is_digest_due(self, step: OptimizerStep) -> bool:
-        is_last = step.done == self._setup.plan.total_steps or self._setup.job.ends_after is not None
-        return step.done // DIGEST_EVERY > step.index // DIGEST_EVERY or is_last
+        return step.done // DIGEST_EVERY > step.index // DIGEST_EVERY or step.done == self._setup.plan.total_steps
 
     def settle(self, owed_since: int | None, place: int) -> None:
         """Take the state as it is now as that which this group could hand over.
