@@ -63,7 +63,7 @@ ALLOWED: Mapping[str, Mapping[str, str]] = {
         "_get_fsdp_state": "parallel.reduce.unit",
         "_get_sequence_number_for_group": "parallel.collectives",
         "_grouped_mm": "parallel.activations",
-        "_local_tensor": "parallel.sharded_tensors recovery.fingerprint",
+        "_local_tensor": "parallel.sharded_tensors recovery.fingerprint train.script_variables",
         "_modules": "parallel.reduce.accumulator",
         "_mp_policy": "parallel.reduce.unit",
         "_nnz": "parallel.reduce.sparse",

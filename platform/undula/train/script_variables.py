@@ -300,6 +300,7 @@ def _notes(path: Path, value: Any, depth: int = 0, of_library: bool = False) -> 
 def _sample(value: Tensor | np.ndarray[Any, Any]) -> object:
     """Return the shape and some elements of a tensor or an array."""
     if isinstance(value, Tensor):
+        value = getattr(value, "_local_tensor", value)  # a shard, if it is one
         if type(value) not in (Tensor, nn.Parameter) or value.layout != torch.strided or value.is_meta:
             return None
         flat = value.detach().flatten()

@@ -8,7 +8,12 @@ NO_RULE = (
     "the script has computed with shards of parameters in a way that torch has no rule for, such as parameters_to_vector(); in a sharded "
     "model, take `whole = weight.full_tensor()`, which all workers call, and to change the weight, call weight.copy_(whole) afterwards"
 )
+ASSIGNED = (
+    "load_state_dict(assign=True) puts whole tensors in the places of shards; in a sharded model, leave assign=True out, so that the "
+    "tensors are copied, or call it before run.model()"
+)
 FIXES = {
+    "has no attribute '_local_tensor'": ASSIGNED,
     "mixed torch.Tensor and DTensor": MIXED,
     "Sharding propagation failed": NO_RULE,
     "does not have a sharding strategy": NO_RULE,
@@ -29,5 +34,5 @@ def note_shards(error: BaseException) -> None:
 
 
 def _fix_of(error: BaseException) -> str | None:
-    is_of_torch = isinstance(error, RuntimeError)  # NotImplementedError is one as well
+    is_of_torch = isinstance(error, RuntimeError | AttributeError)  # NotImplementedError is a RuntimeError
     return next((fix for part, fix in FIXES.items() if is_of_torch and part in str(error)), None)

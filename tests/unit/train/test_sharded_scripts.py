@@ -20,7 +20,7 @@ from undula.errors import UsageError
 from undula.parallel.spec import ShardingSpec
 from undula.train.job import Job
 from undula.train.run import Run
-from undula.train.shard_errors import MIXED, NO_RULE, note_shards
+from undula.train.shard_errors import ASSIGNED, MIXED, NO_RULE, note_shards
 from undula.train.single_process import SingleProcess
 from undula.train.step import Step
 
@@ -307,6 +307,12 @@ def average_from_before(run: Run) -> None:
             copy.lerp_(parameter, 0.1)
 
 
+def assign_whole(run: Run) -> None:
+    model = run.model(Blocks())
+    state = {name: value.full_tensor() for name, value in model.state_dict().items()}
+    model.load_state_dict(state, assign=True)
+
+
 def call_a_part(run: Run) -> None:
     """Call a layer outside of the units in place of the model."""
     model: Any = run.model(Blocks())
@@ -321,6 +327,7 @@ def make_a_vector(run: Run) -> None:
     ("train", "text", "fix"),
     [
         (average_from_before, r"mixed torch\.Tensor and DTensor", MIXED),
+        (assign_whole, "has no attribute '_local_tensor'", ASSIGNED),
         (call_a_part, r"mixed torch\.Tensor and DTensor", MIXED),
         (make_a_vector, "Sharding propagation failed", NO_RULE),
     ],
@@ -329,7 +336,7 @@ def test_torchs_error_about_shards_names_the_fix(
     train: Callable[[Run], None], text: str, fix: str, tmp_path: Path
 ) -> None:
     job = replace(numbers_job(tmp_path), sharding=ShardingSpec(3))
-    with pytest.raises(RuntimeError, match=text) as caught:
+    with pytest.raises((RuntimeError, AttributeError), match=text) as caught:
         SingleProcess(train, job, lambda message: None)()
     assert caught.value.__notes__ == [fix]
 

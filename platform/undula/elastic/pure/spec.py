@@ -46,7 +46,8 @@ class WorkersSpec:
     hang_limit_s: Annotated[float, Gt(0)] | None = None
     """Seconds without progress after which a worker counts as lost; by default 10 times the longest recent step, and at least 5. The time
     for which it waits for other workers does not count. The limit is 600 seconds, or this value if it is larger, for what can take longer
-    than a step: starting, waiting for samples or a snapshot, validating, saving, the optimizer's step, and computing with batches of a
+    than a step: starting, what the script does between two steps, waiting for samples or a snapshot, validating, saving, the optimizer's
+    step, and computing with batches of a
     shape that the group has not had before. Large checkpoints and states extend it. Once a worker has counted as hung, the default follows
     the longest step since, so that steps which take long now and then cost a worker once at most."""
     interfaces: Annotated[tuple[str, ...], BeforeValidator(_as_tuple)] | None = None
