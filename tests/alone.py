@@ -67,7 +67,7 @@ def _train(script: str, overrides: list[str], rank: int, world_size: int, rendez
     else:
         job = job_of(loaded, "", script_data=examined.script_data)
 
-    def visit(done: int, model: object, optimizer: object) -> None:
+    def visit(done: int, run: object) -> None:
         if done + 1 == until:
             process.leave(saves=True)
 

@@ -192,7 +192,8 @@ def _change(
         return operation(*arguments, **keywords)
     finally:
         dispatcher._allow_implicit_replication = replicates
-        handlers[operation] = handler
+        if handler:  # otherwise another thread has taken it, and puts it back
+            handlers[operation] = handler
 
 
 def _random(operation: object, arguments: object, keywords: object) -> NoReturn:
