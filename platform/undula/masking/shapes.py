@@ -1,5 +1,5 @@
 """Secrets that nobody has declared, in any text: a safety net under those that the user has declared. They are known by tables of shapes,
-here and in `tokens`, and by names in front of values. All patterns take linear time: what repeats is possessive, or has a limit.
+and by names in front of values. All patterns take linear time: what repeats is possessive, or has a limit.
 
 Also here: tokens of services that their form gives away. The sources are facts about the forms: a rule of gitleaks (config/gitleaks.toml,
 MIT) or of detect-secrets (plugins, Apache-2.0) by its name, a standard, or public code that has or checks such tokens.

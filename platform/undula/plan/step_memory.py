@@ -48,7 +48,7 @@ def _each_moment(rank: int, state: StateCount, passes: PassCount, division: Divi
     """Yield the moments of a rank's step with their memory, without that of the batch.
 
     They follow from the passes of the whole model and from what torch's `fully_shard` gathers: in stage 3 the unit that computes, the next
-    one, and the rest of the model; in the others, all units. Of what ranks really hold, the moment that takes most is at most 2 % less and
+    one, and the rest of the model; in the others, all units. Of what ranks really hold, the moment that takes most is at most 1 % less and
     8 % more, as `tests/unit/train/test_sharded_count.py` measures.
     """
     assert state.units, "the model was counted as one that is not sharded"

@@ -13,6 +13,7 @@ from torch import nn
 from undula.data.script.dataset import script_data
 from undula.errors import UsageError
 from undula.parallel.spec import ActivationsSpec, ShardingSpec
+from undula.plan.gpus import ESTIMATE_ERROR
 from undula.plan.host_memory import NO_DATA, HostLoad
 from undula.plan.memory import Division, PassCount, StateCount, division_of
 from undula.plan.precision import PrecisionSpec
@@ -64,7 +65,7 @@ def test_what_a_rank_holds_and_sends_is_known_in_advance(tmp_path: Path, case: S
     first = max(total for name, total in found.items() if name != "update") - own.optimizer_bytes
     later = max(found.values())
     # On a busy machine, a thread of gloo can free a tensor late, so that a step holds more than the others.
-    assert later == pytest.approx(max(min(each.peaks[1:]) for each in ranks), rel=0.1)
+    assert later == pytest.approx(max(min(each.peaks[1:]) for each in ranks), rel=ESTIMATE_ERROR)
     assert first == pytest.approx(min(each.peaks[0] for each in ranks), rel=0.12)
     load = HostLoad(state.snapshot_bytes, 0, 0, NO_DATA, case.virtual_workers, split_bytes=state.split_bytes)
     assert load.worker_bytes(RANKS) == pytest.approx(ranks[0].snapshot, rel=0.01)
